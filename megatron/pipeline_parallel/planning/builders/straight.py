@@ -1,0 +1,92 @@
+"""One chunk a rank: GPipe, 1F1B, ZB-H1.
+
+p ranks, m microbatches, rank i from 0. The figures show p=4, m=8 with F = B = W; a BW takes two columns.
+"""
+
+from megatron.pipeline_parallel.planning.builders.registry import Orders, Problem, schedule
+from megatron.pipeline_parallel.planning.op import Op, OpKind
+
+
+class _RankOrder:
+    """The growing order of one rank that owns one stage; each kind goes through the microbatches in order."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ops: list[Op] = []
+        self.count = {kind: 0 for kind in (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)}
+
+    def add(self, kind: OpKind, times: int = 1) -> None:
+        for _ in range(times):
+            self.ops.append(Op(kind, self.rank, 0, self.count[kind]))
+            self.count[kind] += 1
+
+
+@schedule("gpipe", "all forwards, then all backwards; holds all m microbatches")
+def gpipe(problem: Problem) -> Orders:
+    """GPipe (arXiv 1811.06965), backwards in microbatch order. Peak m.
+
+        rank 0  F0F1F2F3F4F5F6F7                  BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
+        rank 1    F0F1F2F3F4F5F6F7            BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
+        rank 2      F0F1F2F3F4F5F6F7      BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
+        rank 3        F0F1F2F3F4F5F6F7BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
+    """
+    orders = []
+    for rank in range(problem.pp_size):
+        order = _RankOrder(rank)
+        order.add(OpKind.F, problem.num_microbatches)
+        order.add(OpKind.BW, problem.num_microbatches)
+        orders.append(order.ops)
+    return orders
+
+
+@schedule("1f1b", "Megatron's default; holds min(m, p - i) microbatches on rank i")
+def one_f_one_b(problem: Problem) -> Orders:
+    """1F1B (PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473). Peak min(m, p) on rank 0.
+
+        rank 0  F0F1F2F3            BW0 F4BW1 F5BW2 F6BW3 F7BW4   BW5   BW6   BW7
+        rank 1    F0F1F2        BW0 F3BW1 F4BW2 F5BW3 F6BW4 F7BW5   BW6   BW7
+        rank 2      F0F1    BW0 F2BW1 F3BW2 F4BW3 F5BW4 F6BW5 F7BW6   BW7
+        rank 3        F0BW0 F1BW1 F2BW2 F3BW3 F4BW4 F5BW5 F6BW6 F7BW7
+    """
+    p, m = problem.pp_size, problem.num_microbatches
+    orders = []
+    for rank in range(p):
+        warmup = min(p - rank - 1, m)
+        order = _RankOrder(rank)
+        order.add(OpKind.F, warmup)
+        for _ in range(m - warmup):
+            order.add(OpKind.F)
+            order.add(OpKind.BW)
+        order.add(OpKind.BW, warmup)
+        orders.append(order.ops)
+    return orders
+
+
+@schedule("zb-h1", "1F1B's peak with about a third of its bubble: weight gradients fill the gaps")
+def zb_h1(problem: Problem) -> Orders:
+    """ZB-H1 (arXiv 2401.10241, section 2.2.1). Peak min(m, p); bubble (p-1)(T_F + T_B - T_W).
+
+    As 1F1B, with W put off until more than i of them wait on rank i, so that every rank holds what rank 0 holds.
+
+        rank 0  F0F1F2F3      B0W0F4B1W1F5B2W2F6B3W3F7B4W4B5W5B6W6B7W7
+        rank 1    F0F1F2    B0F3B1W0F4B2W1F5B3W2F6B4W3F7B5W4B6W5B7W6W7
+        rank 2      F0F1  B0F2B1F3B2W0F4B3W1F5B4W2F6B5W3F7B6W4B7W5W6W7
+        rank 3        F0B0F1B1F2B2F3B3W0F4B4W1F5B5W2F6B6W3F7B7W4W5W6W7
+    """
+    p, m = problem.pp_size, problem.num_microbatches
+    orders = []
+    for rank in range(p):
+        warmup = min(p - rank - 1, m)
+        order = _RankOrder(rank)
+        order.add(OpKind.F, warmup)
+        for _ in range(m - warmup):
+            order.add(OpKind.F)
+            order.add(OpKind.B)
+            if order.count[OpKind.B] - order.count[OpKind.W] > rank:
+                order.add(OpKind.W)
+        for _ in range(warmup):
+            order.add(OpKind.B)
+            order.add(OpKind.W)
+        order.add(OpKind.W, m - order.count[OpKind.W])
+        orders.append(order.ops)
+    return orders

@@ -1,0 +1,1 @@
+"""Passes: Schedule in, Schedule out."""

@@ -1,0 +1,1 @@
+"""Runs a schedule on real ranks: `TrainingIteration` and what it stands on."""

@@ -1,0 +1,1 @@
+"""The training program around the engine: flags, model, data, optimizer, checkpoints, logging, loop."""
