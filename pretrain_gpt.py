@@ -17,7 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.pretrain.config import Config, check
-from megatron.pretrain.flags import parse, run_or_exit
+from megatron.pretrain.failure import run_rank
+from megatron.pretrain.flags import parse
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -72,19 +73,15 @@ def main(argv: Sequence[str]) -> None:
     config = parse(argv)
     check(config, int(os.environ.get("WORLD_SIZE", "1")))
 
-    # The optional packages are said to be missing in the README, once, not by every rank of every run.
+    # Told once, in the README, and not by every rank of every run: optional packages that are missing, core's old calls.
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="megatron.core")
 
-    from megatron.pretrain.failure import run_rank
     from megatron.pretrain.training import pretrain
 
-    run_rank(
-        lambda: pretrain(
-            config, model_provider=model_provider, datasets_provider=datasets_provider, forward_step=forward_step
-        )
-    )
+    pretrain(config, model_provider=model_provider, datasets_provider=datasets_provider, forward_step=forward_step)
 
 
 # Core's checkpoint writer starts processes that import this file again.
 if __name__ == "__main__":
-    run_or_exit(lambda: main(sys.argv[1:]), os.environ)
+    run_rank(lambda: main(sys.argv[1:]), os.environ)

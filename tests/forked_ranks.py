@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import socket
@@ -43,18 +44,25 @@ def run_ranks(
 
     With `initialised` False the ranks find only what a launcher sets in the environment, and no process group.
     """
-    outcomes = run_ranks_to_the_end(
-        function, world_size, folder, *args, timeout_s=timeout_s, initialised=initialised
-    )
+    outcomes = run_ranks_to_the_end(function, world_size, folder, *args, timeout_s=timeout_s, initialised=initialised)
     for rank, outcome in enumerate(outcomes):
         assert outcome.exitcode == 0, f"rank {rank} ended with {outcome.exitcode}:\n{outcome.log}"
     return [outcome.result for outcome in outcomes]
 
 
 def run_ranks_to_the_end(
-    function: Callable, world_size: int, folder: Path, *args: Any, timeout_s: float = 60, initialised: bool = True
+    function: Callable,
+    world_size: int,
+    folder: Path,
+    *args: Any,
+    timeout_s: float = 60,
+    initialised: bool = True,
+    ends_together: bool = False,
 ) -> list[Outcome]:
-    """As `run_ranks`, for functions whose ranks may die."""
+    """As `run_ranks`, for functions whose ranks may die.
+
+    With `ends_together`, the first rank that fails has the others ended with SIGTERM, as a launcher does.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     scratch = folder / f"run-{uuid.uuid4().hex[:8]}"
@@ -70,6 +78,11 @@ def run_ranks_to_the_end(
     for process in ranks:
         process.start()
     try:
+        while ends_together and any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+            multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()], timeout=1)
+            if any(process.exitcode for process in ranks):
+                for process in ranks:
+                    process.terminate()
         for process in ranks:
             process.join(max(0.1, deadline - time.monotonic()))
     finally:

@@ -63,7 +63,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--overwrite", action="store_true", help="replace a dataset that is there already")
     group = parser.add_argument_group("runtime")
     group.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1, this one)")
-    group.add_argument("--log-interval", type=int, default=1000, help="documents between two lines of progress, off a terminal")
+    group.add_argument(
+        "--log-interval", type=int, default=1000, help="documents between two lines of progress, off a terminal"
+    )
     return parser.parse_args(argv)
 
 
@@ -77,7 +79,9 @@ def check_args(args: argparse.Namespace) -> None:
         if value < least:
             raise ConfigError(f"{flag} {value} is too small: it must be at least {least}")
     if len(set(args.json_keys)) < len(args.json_keys):
-        raise ConfigError(f"--json-keys {' '.join(args.json_keys)} names a key twice, and each key gets a dataset of its own")
+        raise ConfigError(
+            f"--json-keys {' '.join(args.json_keys)} names a key twice, and each key gets a dataset of its own"
+        )
     for key in args.json_keys:
         existing = dataset_prefix(args, key) + ".idx"
         if os.path.exists(existing) and not args.overwrite:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import sentencepiece
-from jsonl import BadLineBudget, BadLine, check_input, open_lines, parse_line, run_tool
+from jsonl import BadLine, BadLineBudget, check_input, open_lines, parse_line, run_tool
 
 from megatron.pretrain.errors import ConfigError
 
@@ -29,12 +29,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--input", required=True, help="file of JSON lines")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys whose text is learned from (default: text)")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys whose text is learned from (default: text)"
+    )
     parser.add_argument("--output-prefix", required=True, help="path of the two files without .model and .vocab")
     parser.add_argument("--vocab-size", type=int, required=True, help="number of tokens, the special ones included")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="kind of model (default: bpe)")
     parser.add_argument(
-        "--byte-fallback", action="store_true", help="spell characters that are not in the vocabulary in 256 byte tokens"
+        "--byte-fallback",
+        action="store_true",
+        help="spell characters that are not in the vocabulary in 256 byte tokens",
     )
     parser.add_argument(
         "--character-coverage", type=float, default=1.0,
@@ -110,7 +114,9 @@ def _explain(args: argparse.Namespace, message: str) -> ConfigError:
         )
     if "sentences_.empty()" in message:
         return ConfigError(f"--input {args.input} has no text under --json-keys {' '.join(args.json_keys)}: check both")
-    return ConfigError(f"SentencePiece can't train on --input {args.input} with --vocab-size {args.vocab_size}: {message}")
+    return ConfigError(
+        f"SentencePiece can't train on --input {args.input} with --vocab-size {args.vocab_size}: {message}"
+    )
 
 
 def check_args(args: argparse.Namespace) -> None:

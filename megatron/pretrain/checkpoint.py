@@ -111,7 +111,9 @@ class _SynchronousSave(torch_dist.TorchDistSaveShardedStrategy):
     """
 
     def save(self, sharded_state_dict: dict, checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
         torch_checkpoint.save(
             torch_dist.mcore_to_pyt_state_dict(by_key, False),
             storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True, thread_count=1),
@@ -229,9 +231,13 @@ def _find_folder(root: Path) -> Path | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"checkpoint marker {marker} can't be read ({_reason(error)}): write an iteration into it") from error
+        raise ConfigError(
+            f"checkpoint marker {marker} can't be read ({_reason(error)}): write an iteration into it"
+        ) from error
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise ConfigError(f"checkpoint marker {marker} holds {text[:40]!r}, not an iteration: write one of {_others(root)} into it")
+        raise ConfigError(
+            f"checkpoint marker {marker} holds {text[:40]!r}, not an iteration: write one of {_others(root)} into it"
+        )
     final = iteration_folder(root, int(text))
     # A save of an iteration that was there before may have been killed between its two renames.
     for folder in (final, final.with_name(final.name + ".old")):
@@ -276,7 +282,11 @@ def _check_shapes(folder: Path, wanted: dict[str, tuple[int, ...]], load_optim: 
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
     except _READ_ERRORS as error:
         raise _damaged(folder, _reason(error)) from error
-    held = {key: tuple(tensor.global_shape) for key, tensor in stored.items() if load_optim or not key.startswith("optimizer.")}
+    held = {
+        key: tuple(tensor.global_shape)
+        for key, tensor in stored.items()
+        if load_optim or not key.startswith("optimizer.")
+    }
     for key in sorted(wanted.keys() | held.keys()):
         if key not in held:
             raise _unfit(folder, f"it lacks {key}, which this run needs")
@@ -312,7 +322,9 @@ def _fill(
     optimizer.load_state_dict(loaded["optimizer"])
     saved = _hyperparameters(optimizer)
     if saved != given:
-        raise _unfit(folder, f"it was saved with {saved}, and this run has {given}", "--adam-beta1, --adam-beta2 and --adam-eps")
+        raise _unfit(
+            folder, f"it was saved with {saved}, and this run has {given}", "--adam-beta1, --adam-beta2 and --adam-eps"
+        )
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
 
 

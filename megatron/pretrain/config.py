@@ -74,7 +74,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
-        at_least(self, 1, "ffn_hidden_size", "kv_channels", "num_query_groups", "make_vocab_size_divisible_by", "rotary_base")
+        at_least(
+            self, 1, "ffn_hidden_size", "kv_channels", "num_query_groups", "make_vocab_size_divisible_by", "rotary_base"
+        )
         above_zero(self, "norm_epsilon", "init_method_std")
         share(self, "attention_dropout", "hidden_dropout")
         self._check_heads()
@@ -117,7 +119,9 @@ class ModelConfig:
         if self.position_embedding_type != "rope":
             for name, default in (("rotary_base", 10000), ("rotary_percent", 1.0)):
                 if getattr(self, name) != default:
-                    raise ConfigError(f"{flag_name(name)} {getattr(self, name)} needs --position-embedding-type rope: add it")
+                    raise ConfigError(
+                        f"{flag_name(name)} {getattr(self, name)} needs --position-embedding-type rope: add it"
+                    )
             return
         if not 0 < self.rotary_percent <= 1:
             raise ConfigError(f"--rotary-percent is {self.rotary_percent}: it must be above 0 and at most 1")
@@ -196,7 +200,9 @@ class OptimizerSettings:
         share(self, "lr_warmup_fraction", "adam_beta1", "adam_beta2")
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(self, name) > self.lr:
-                raise ConfigError(f"{flag_name(name)} {getattr(self, name)} is above --lr {self.lr}: it must be at most that")
+                raise ConfigError(
+                    f"{flag_name(name)} {getattr(self, name)} is above --lr {self.lr}: it must be at most that"
+                )
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             raise ConfigError(
                 f"--lr-warmup-fraction {self.lr_warmup_fraction} and --lr-warmup-iters {self.lr_warmup_iters} both set the "
@@ -253,9 +259,13 @@ class DataConfig:
         at_least(self, 1, "vocab_size")
         at_least(self, 0, "num_workers")
         if self.mock_data and self.data_path is not None:
-            raise ConfigError(f"--data-path {' '.join(self.data_path)} and --mock-data exclude each other: give one of them")
+            raise ConfigError(
+                f"--data-path {' '.join(self.data_path)} and --mock-data exclude each other: give one of them"
+            )
         if not self.mock_data and not self.data_path:
-            raise ConfigError("no data to train on: give --data-path PREFIX (made by tools/preprocess_data.py), or --mock-data")
+            raise ConfigError(
+                "no data to train on: give --data-path PREFIX (made by tools/preprocess_data.py), or --mock-data"
+            )
         if self.data_path:
             split_blend(self.data_path)
         _check_split(self.split)
@@ -336,7 +346,9 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 
 def global_batch_size(config: Config, world_size: int) -> int:
     """Samples in one iteration: as given, or one microbatch on each data parallel rank."""
-    return config.training.global_batch_size or config.training.micro_batch_size * data_parallel_size(config, world_size)
+    return config.training.global_batch_size or config.training.micro_batch_size * data_parallel_size(
+        config, world_size
+    )
 
 
 def num_microbatches(config: Config, world_size: int) -> int:
@@ -365,7 +377,9 @@ def split_blend(data_path: list[str]) -> tuple[list[str], list[float] | None]:
     if len(weights) != len(prefixes) or not all(is_number(weight) for weight in weights):
         raise ConfigError(f"{given} does not alternate weights and prefixes: give one PREFIX, or WEIGHT PREFIX pairs")
     if not all(0 < float(weight) < math.inf for weight in weights):
-        raise ConfigError(f"{given} has a weight that is not above 0: leave its prefix out, or give it a positive weight")
+        raise ConfigError(
+            f"{given} has a weight that is not above 0: leave its prefix out, or give it a positive weight"
+        )
     return prefixes, [float(weight) for weight in weights]
 
 
@@ -386,7 +400,9 @@ def _check_schedule(name: str) -> None:
         return
     if name in DESIGNED_SCHEDULES:
         raise ConfigError(f"--pipeline-schedule {name} is not built yet: choose one of {listed(built)}")
-    raise ConfigError(f"--pipeline-schedule {name} is unknown{did_you_mean(name, built)}: choose one of {listed(built)}")
+    raise ConfigError(
+        f"--pipeline-schedule {name} is unknown{did_you_mean(name, built)}: choose one of {listed(built)}"
+    )
 
 
 def _check_layers(config: Config) -> None:
@@ -458,7 +474,9 @@ def _check_files(config: Config) -> None:
             raise ConfigError(f"{flag_name(name)} {path} is a file, and a folder is needed: give another path")
     # A first run with --save and --load of one folder finds nothing there yet, and the same command then resumes.
     if checkpoint.load is not None and checkpoint.load != checkpoint.save and not os.path.isdir(checkpoint.load):
-        raise ConfigError(f"--load {checkpoint.load} does not exist: check the path, or leave --load out for a fresh start")
+        raise ConfigError(
+            f"--load {checkpoint.load} does not exist: check the path, or leave --load out for a fresh start"
+        )
     if tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
         raise missing_package("tensorboard", "--tensorboard-dir")
 

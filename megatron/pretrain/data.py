@@ -56,7 +56,9 @@ def build_datasets(
     """
     data = config.data
     if data.reset_attention_mask:
-        raise ConfigError("--reset-attention-mask is not built yet: attention is causal over the whole sample; leave it out")
+        raise ConfigError(
+            "--reset-attention-mask is not built yet: attention is causal over the whole sample; leave it out"
+        )
     wanted = [Split(i) for i, count in enumerate(num_samples) if count > 0]
     blend = None if data.mock_data else split_blend(data.data_path)
     core_config = _core_config(config, tokenizer, blend)
@@ -96,7 +98,10 @@ def _core_config(
 
 
 def _build(
-    dataset_class: type[GPTDataset], sizes: list[int], is_built_on_rank: Callable[[], bool], core_config: GPTDatasetConfig
+    dataset_class: type[GPTDataset],
+    sizes: list[int],
+    is_built_on_rank: Callable[[], bool],
+    core_config: GPTDatasetConfig,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     builder = BlendedMegatronDatasetBuilder(dataset_class, sizes, is_built_on_rank, core_config)
     try:
@@ -150,7 +155,9 @@ def read_index(prefix: str) -> DatasetIndex:
         raise ConfigError(f"--data-path {prefix}: {idx_path} is not the index of a Megatron dataset; {remedy}")
     _, version, code, num_sequences, num_documents = header.unpack(start)
     if version != 1 or code not in [dtype.value for dtype in DType]:
-        raise ConfigError(f"--data-path {prefix}: {idx_path} has version {version} and type {code}, unknown here; {remedy}")
+        raise ConfigError(
+            f"--data-path {prefix}: {idx_path} has version {version} and type {code}, unknown here; {remedy}"
+        )
     needed = header.size + num_sequences * (4 + 8) + num_documents * 8
     if size < needed:
         raise ConfigError(f"--data-path {prefix}: {idx_path} is cut short ({size} bytes of {needed}); {remedy}")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+PROGRAM = "pretrain_gpt.py"
+"""What messages of the training program begin with."""
+
 
 class ConfigError(ValueError):
     """A mistake in what the user gave: a flag, a file, or a combination of both.
@@ -28,6 +31,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def missing_package(package: str, flag: str) -> ConfigError:
     """The error for an optional Python package that `flag` needs and that is not installed."""
     return ConfigError(
-        f"{flag} needs the Python package {package}, which is not installed: "
-        f"pip install {package}, or leave {flag} out"
+        f"{flag} needs the Python package {package}, which is not installed: pip install {package}, or leave {flag} out"
     )

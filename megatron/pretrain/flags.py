@@ -1,6 +1,6 @@
 """The command line, made from the dataclasses in megatron/pretrain/config.py.
 
-`parse` turns flags into a Config or raises ConfigError with one line; `run_or_exit` prints that line once for all ranks.
+`parse` turns flags into a Config or raises ConfigError with one line; `failure.run_rank` prints that line once for all ranks.
 """
 
 from __future__ import annotations
@@ -8,19 +8,15 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import sys
 import textwrap
-import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, Literal, NoReturn, TextIO, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from megatron.pretrain.checks import is_number
 from megatron.pretrain.config import Config
-from megatron.pretrain.errors import ConfigError, did_you_mean, flag_name
-
-PROGRAM = "pretrain_gpt.py"
+from megatron.pretrain.errors import PROGRAM, ConfigError, did_you_mean, flag_name
 
 KNOWN_ELSEWHERE = frozenset(
     """
@@ -97,30 +93,6 @@ def field_docs(group_class: type) -> dict[str, str]:
         if is_field and is_text and isinstance(following.value.value, str):
             docs[statement.target.id] = " ".join(following.value.value.split())
     return docs
-
-
-def run_or_exit(
-    main: Callable[[], None],
-    environ: Mapping[str, str],
-    *,
-    stderr: TextIO | None = None,
-    patience_s: float = 5.0,
-) -> None:
-    """Run `main`; on ConfigError exit with status 2, and say why in one line where RANK is 0 or not set.
-
-    For the time before a process group exists, when all ranks meet the same mistake by themselves. A launcher kills
-    the other ranks as soon as one has failed, so a rank that says nothing first waits `patience_s`, or the one that
-    does might never get to print.
-    """
-    try:
-        main()
-    except ConfigError as error:
-        if environ.get("RANK", "0") == "0":
-            line = " ".join(str(error).splitlines())
-            print(f"{PROGRAM}: error: {line}", file=stderr or sys.stderr, flush=True)
-        else:
-            time.sleep(patience_s)
-        raise SystemExit(2) from None
 
 
 class _Parser(argparse.ArgumentParser):

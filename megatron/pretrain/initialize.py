@@ -23,7 +23,9 @@ def world_size(environ: Mapping[str, str]) -> int:
     """Number of processes of this run: what torchrun says, 1 without it. ConfigError where that is no number."""
     text = environ.get("WORLD_SIZE", "1")
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"WORLD_SIZE is {text!r} in the environment: it must be the number of processes; start with torchrun")
+        raise ConfigError(
+            f"WORLD_SIZE is {text!r} in the environment: it must be the number of processes; start with torchrun"
+        )
     return int(text)
 
 

@@ -229,4 +229,6 @@ def _open_bar(terminal: TextIO, train_iters: int, start_iteration: int) -> Any:
         return None
     from tqdm import tqdm  # here: a run in a batch job has no use for it
 
-    return tqdm(total=train_iters, initial=start_iteration, file=terminal, unit="iteration", desc="training", dynamic_ncols=True)
+    return tqdm(
+        total=train_iters, initial=start_iteration, file=terminal, unit="iteration", desc="training", dynamic_ncols=True
+    )

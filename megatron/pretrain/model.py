@@ -102,7 +102,13 @@ class KeyedInitLayer(TransformerLayer):
     """core's layer, with initial weights that depend on its global number alone, not on which rank makes it."""
 
     def __init__(
-        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, *, seed: int, layer_number: int = 1, **others: object
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *,
+        seed: int,
+        layer_number: int = 1,
+        **others: object,
     ) -> None:
         stage = others["pg_collection"].pp.rank()
         number = layer_number + get_transformer_layer_offset(config, others.get("vp_stage"), stage)

@@ -91,7 +91,12 @@ class Pipeline:
         return self._plans[key]
 
     def iteration(
-        self, forward_step: ForwardStep, data_iterators: Sequence[Iterator | None], num_microbatches: int, *, trains: bool
+        self,
+        forward_step: ForwardStep,
+        data_iterators: Sequence[Iterator | None],
+        num_microbatches: int,
+        *,
+        trains: bool,
     ) -> TrainingIteration:
         """What runs one iteration over `data_iterators`, one a chunk."""
         schedule = self.plan(num_microbatches, trains=trains)
@@ -100,7 +105,9 @@ class Pipeline:
             schedule=schedule,
             rank=self.rank,
             chunks=[
-                ForwardStepChunk(forward_step, iterator, model, is_last=stage == last, num_microbatches=num_microbatches)
+                ForwardStepChunk(
+                    forward_step, iterator, model, is_last=stage == last, num_microbatches=num_microbatches
+                )
                 for iterator, model, stage in zip(data_iterators, self.wrapped, self.stages)
             ],
             channels=DistributedChannels(schedule, self._message_spec, self.transport),

@@ -72,7 +72,12 @@ def train(changes_of_runs):
     configs = [parse(flags(**changes)) for changes in changes_of_runs]
     placement = Placement.loop(configs[0].pipeline.pipeline_model_parallel_size)
     with process_groups(configs[0], placement):
-        return [record(Trainer(config, placement, pretrain_gpt.model_provider, datasets_provider, pretrain_gpt.forward_step)) for config in configs]
+        return [
+            record(
+                Trainer(config, placement, pretrain_gpt.model_provider, datasets_provider, pretrain_gpt.forward_step)
+            )
+            for config in configs
+        ]
 
 
 def record(trainer):

@@ -24,7 +24,9 @@ def every_schedule(p):
     placement = Placement.loop(p)
     plain, piped = Plain(p), Piped(placement)
     counts = []
-    for iteration, (name, m) in enumerate((name, m) for name in names() for m in sorted({1, p - 1, p, 2 * p + 1} - {0})):
+    for iteration, (name, m) in enumerate(
+        (name, m) for name in names() for m in sorted({1, p - 1, p, 2 * p + 1} - {0})
+    ):
         for model in (*plain.stages, *piped.stages.values()):
             model.zero_grad()
         before = piped.store.num_computed
@@ -113,7 +115,11 @@ def stay_flat(name, p):
         piped.zero()
         kept += piped.run(step, iteration)
         gc.collect()
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if isinstance(t, torch.Tensor)
+        }
         kept_bytes = sum(loss.untyped_storage().nbytes() for loss in kept)
         sizes.append(sum(storages.values()) - kept_bytes)
         assert step.num_live() == 0
@@ -203,7 +209,10 @@ def make_a_wrong_shape():
     step = piped.iteration(build("1f1b", Problem(pp_size=2, num_microbatches=1)))
     if dist.get_rank() == 0:
         step._chunks[0] = lambda microbatch, inputs: (torch.zeros(5, 8),)
-        with pytest.raises(ValueError, match=r"stage 0 made \[\(\(5, 8\), torch.float32\)\] for stage 1 \(microbatch 0\), which expects"):
+        with pytest.raises(
+            ValueError,
+            match=r"stage 0 made \[\(\(5, 8\), torch.float32\)\] for stage 1 \(microbatch 0\), which expects",
+        ):
             step.run(0)
     # The peer sees nothing of it: no half message, and no crash of its transport.
     dist.barrier()

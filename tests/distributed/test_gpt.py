@@ -31,7 +31,9 @@ def losses(results, run_index):
 
 def assert_bit_equal(results, expected, run_index):
     assert [loss for loss, _ in losses(results, run_index)] == [loss for loss, _ in losses(expected, run_index)]
-    for ours, plain in zip(merged(results, run_index, "gradients"), merged(expected, run_index, "gradients"), strict=True):
+    for ours, plain in zip(
+        merged(results, run_index, "gradients"), merged(expected, run_index, "gradients"), strict=True
+    ):
         assert ours.keys() == plain.keys()
         assert [name for name in ours if not torch.equal(ours[name], plain[name])] == []
     ours, plain = (merged(part, run_index, "weights") for part in (results, expected))

@@ -142,7 +142,9 @@ class Piped:
         """Bit for bit: gradients of this rank's stages, and the losses where the last stage is."""
         expected = plain.gradients()
         for key, gradient in self.gradients().items():
-            assert torch.equal(gradient, expected[key]), f"gradient of {key} differs by {(gradient - expected[key]).abs().max()}"
+            assert torch.equal(gradient, expected[key]), (
+                f"gradient of {key} differs by {(gradient - expected[key]).abs().max()}"
+            )
         if self.placement.num_stages - 1 in self.stages:
             assert [loss.item() for loss in reports] == [loss.item() for loss in losses]
         else:

@@ -22,7 +22,9 @@ def short(op: Op) -> str:
     return f"{_SHORT.get(op.kind, op.kind)}{op.stage}.{op.microbatch}{split}"
 
 
-def step_grid(schedule: Schedule, marked: frozenset[tuple[int, int]] = frozenset(), *, around: int | None = None, width: int = 5) -> str:
+def step_grid(
+    schedule: Schedule, marked: frozenset[tuple[int, int]] = frozenset(), *, around: int | None = None, width: int = 5
+) -> str:
     """Ranks down, positions in the program across, the cells of `marked` (rank, position) between ``>`` and ``<``.
 
     With `around`, only positions within `width` of it are shown.

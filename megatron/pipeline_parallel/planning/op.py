@@ -196,7 +196,9 @@ class Schedule:
             stages = tuple((int(rank), int(chunk)) for rank, chunk in (place.split(",") for place in places))
             numbers = {word: int(fields[word]) for word in ("microbatches", "sequence_splits", "lowered")}
         except ValueError as error:
-            raise ValueError(f"schedule text: a number is missing or malformed in its first {len(_HEAD)} lines: {error}") from None
+            raise ValueError(
+                f"schedule text: a number is missing or malformed in its first {len(_HEAD)} lines: {error}"
+            ) from None
         programs = [_program(line, number) for number, line in enumerate(lines[len(_HEAD) :], len(_HEAD) + 1)]
         return cls(
             name=fields["schedule"],

@@ -233,9 +233,7 @@ class _Simulation:
 
     def _check_finished(self) -> None:
         blocked = {
-            rank: position
-            for rank, position in enumerate(self.position)
-            if position < len(self.schedule.ranks[rank])
+            rank: position for rank, position in enumerate(self.position) if position < len(self.schedule.ranks[rank])
         }
         # A message that nobody computes with can be left over though every rank has ended.
         for channel, queue in self.queues.items():

@@ -52,7 +52,9 @@ def validate(schedule: Schedule) -> Proof:
             blocked = stuck(schedule, one_queue_a_rank=one_queue)
             if blocked:
                 queue = "all messages of a rank in one queue" if one_queue else "one queue a channel"
-                names = ", ".join(f"rank {rank} waits in {schedule.ranks[rank][at]}" for rank, at in sorted(blocked.items()))
+                names = ", ".join(
+                    f"rank {rank} waits in {schedule.ranks[rank][at]}" for rank, at in sorted(blocked.items())
+                )
                 raise _error(schedule, Fault(f"deadlock with {queue}: {names}", tuple(sorted(blocked.items()))))
     return Proof(posted_receives=tuple(_posted_receives(schedule, rank) for rank in range(schedule.pp_size)))
 
@@ -65,7 +67,10 @@ def _error(schedule: Schedule, fault: Fault) -> ScheduleError:
 
 
 def _shape(schedule: Schedule) -> Iterator[Fault]:
-    for word, number in (("microbatches", schedule.num_microbatches), ("sequence splits", schedule.num_sequence_splits)):
+    for word, number in (
+        ("microbatches", schedule.num_microbatches),
+        ("sequence splits", schedule.num_sequence_splits),
+    ):
         if number < 1:
             yield Fault(f"needs at least one of its {word}, got {number}", ())
     if len(schedule.ranks) != schedule.pp_size:
@@ -90,7 +95,9 @@ def _places(schedule: Schedule) -> Iterator[Fault]:
         elif not 0 <= op.microbatch < schedule.num_microbatches:
             yield Fault(f"{op}: there is no microbatch {op.microbatch}, only 0..{schedule.num_microbatches - 1}", at)
         elif not 0 <= op.sequence_split < schedule.num_sequence_splits:
-            yield Fault(f"{op}: there is no sequence split {op.sequence_split}, only 0..{schedule.num_sequence_splits - 1}", at)
+            yield Fault(
+                f"{op}: there is no sequence split {op.sequence_split}, only 0..{schedule.num_sequence_splits - 1}", at
+            )
         elif op.kind not in COMPUTE | COMMUNICATION:
             yield Fault(f"{op}: this kind of op has no rules yet, so nothing can be proven of it", at)
         elif op.kind in COMMUNICATION and not schedule.lowered:
@@ -121,7 +128,9 @@ def _complete(kinds: set[OpKind], what: str) -> Iterator[Fault]:
     if OpKind.F not in kinds:
         yield Fault(f"{what} has no F", ())
     elif backward not in ({OpKind.BW}, {OpKind.B, OpKind.W}, set()):
-        yield Fault(f"{what} has {' and '.join(sorted(backward))}; needs BW, or B and W, or (to evaluate) no backward", ())
+        yield Fault(
+            f"{what} has {' and '.join(sorted(backward))}; needs BW, or B and W, or (to evaluate) no backward", ()
+        )
 
 
 def _order(schedule: Schedule) -> Iterator[Fault]:
@@ -139,7 +148,10 @@ def _order(schedule: Schedule) -> Iterator[Fault]:
             wanted = {OpKind.F: None, OpKind.R: OpKind.F, OpKind.W: OpKind.B}.get(op.kind, ready)
             if before != wanted or op.kind == OpKind.R and op.unit not in discarded:
                 after = f"after {before}" if before else "first"
-                yield Fault(f"{op} comes {after} on its activation, needs {wanted or 'nothing'} right before it", ((rank, position),))
+                yield Fault(
+                    f"{op} comes {after} on its activation, needs {wanted or 'nothing'} right before it",
+                    ((rank, position),),
+                )
             done[op.unit] = op.kind
 
 
@@ -152,7 +164,10 @@ def _summation_order(schedule: Schedule) -> Iterator[Fault]:
                 continue
             key = (op.kind, op.stage)
             if op.microbatch < last.get(key, 0):
-                yield Fault(f"{op} comes after microbatch {last[key]}; a stage's {op.kind} go in microbatch order", ((rank, position),))
+                yield Fault(
+                    f"{op} comes after microbatch {last[key]}; a stage's {op.kind} go in microbatch order",
+                    ((rank, position),),
+                )
             last[key] = op.microbatch
 
 
@@ -162,7 +177,9 @@ def _prove_compute_order(schedule: Schedule) -> None:
     try:
         simulate(compute, CostModel.uniform(schedule.placement))
     except StuckError as error:
-        raise _error(compute, Fault(f"deadlock of the compute order: {error}", tuple(sorted(error.blocked.items())))) from None
+        raise _error(
+            compute, Fault(f"deadlock of the compute order: {error}", tuple(sorted(error.blocked.items())))
+        ) from None
 
 
 def _messages(schedule: Schedule) -> Iterator[Fault]:
@@ -179,7 +196,9 @@ def _messages(schedule: Schedule) -> Iterator[Fault]:
                 yield Fault(f"{op} makes a message for another rank, but {end} is missing", ((rank, position),))
     for rank, position, op in _cells(schedule):
         if op.kind in COMMUNICATION and op not in wanted:
-            yield Fault(f"{op} carries nothing: its maker is missing, or both stages are on rank {rank}", ((rank, position),))
+            yield Fault(
+                f"{op} carries nothing: its maker is missing, or both stages are on rank {rank}", ((rank, position),)
+            )
 
 
 def _message_places(schedule: Schedule) -> Iterator[Fault]:
@@ -190,12 +209,16 @@ def _message_places(schedule: Schedule) -> Iterator[Fault]:
         if need is not None and not placement.is_local(need.source, need.destination):
             recv = positions[need.recv(placement)]
             if recv[1] > position:
-                yield Fault(f"{schedule.ranks[rank][recv[1]]} is posted after {op}, which uses it", (recv, (rank, position)))
+                yield Fault(
+                    f"{schedule.ranks[rank][recv[1]]} is posted after {op}, which uses it", (recv, (rank, position))
+                )
         result = result_of(op, placement.num_stages)
         if result is not None and not placement.is_local(result.source, result.destination):
             send = positions[result.send(placement)]
             if send[1] < position:
-                yield Fault(f"{schedule.ranks[rank][send[1]]} stands before {op}, which makes it", (send, (rank, position)))
+                yield Fault(
+                    f"{schedule.ranks[rank][send[1]]} stands before {op}, which makes it", (send, (rank, position))
+                )
 
 
 def _channel_order(schedule: Schedule) -> Iterator[Fault]:

@@ -50,9 +50,7 @@ class ChunkGraph:
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         caught = self._input_gradients
-        return tuple(
-            caught[index] if index in caught else meta.full(0) for index, meta in enumerate(self._input_meta)
-        )
+        return tuple(caught[index] if index in caught else meta.full(0) for index, meta in enumerate(self._input_meta))
 
 
 class _Meta(NamedTuple):

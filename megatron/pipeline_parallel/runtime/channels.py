@@ -114,7 +114,8 @@ class DistributedChannels:
         specs = self._spec(message)
         buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._transport.device) for spec in specs]
         works = [
-            self._transport.start_receive(pair, buffer, self._tag(message, index)) for index, buffer in enumerate(buffers)
+            self._transport.start_receive(pair, buffer, self._tag(message, index))
+            for index, buffer in enumerate(buffers)
         ]
         self._posted[message] = (buffers, works)
 

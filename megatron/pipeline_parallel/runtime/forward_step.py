@@ -24,7 +24,13 @@ class ForwardStepChunk:
     """
 
     def __init__(
-        self, forward_step_func: ForwardStep, data_iterator: Iterator | None, model: nn.Module, *, is_last: bool, num_microbatches: int
+        self,
+        forward_step_func: ForwardStep,
+        data_iterator: Iterator | None,
+        model: nn.Module,
+        *,
+        is_last: bool,
+        num_microbatches: int,
     ) -> None:
         self._forward_step = forward_step_func
         self._data_iterator = data_iterator

@@ -53,7 +53,9 @@ class TrainingIteration:
         if not schedule.lowered:
             raise ValueError(f"schedule {schedule.name!r} has no messages yet: run the communication pass first")
         if len(chunks) != schedule.placement.chunks_per_rank:
-            raise ValueError(f"schedule {schedule.name!r} needs {schedule.placement.chunks_per_rank} chunks a rank, got {len(chunks)}")
+            raise ValueError(
+                f"schedule {schedule.name!r} needs {schedule.placement.chunks_per_rank} chunks a rank, got {len(chunks)}"
+            )
         self.schedule = schedule
         self.ops = schedule.ranks[rank]
         self.handlers = self._handlers()

@@ -32,5 +32,7 @@ def share_plan(plan: Schedule | None, group: dist.ProcessGroup) -> Schedule:
     digests: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(digests, shared.digest, group=group)
     if len(set(digests)) != 1:
-        raise RuntimeError(f"ranks hold different plans of {shared.name!r}: digests {[digest[:12] for digest in digests]}")
+        raise RuntimeError(
+            f"ranks hold different plans of {shared.name!r}: digests {[digest[:12] for digest in digests]}"
+        )
     return shared

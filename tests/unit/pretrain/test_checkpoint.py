@@ -19,7 +19,12 @@ from tiny_run import TinyRun, tiny_config
 from megatron.pretrain import checkpoint
 from megatron.pretrain.errors import ConfigError
 
-STATE = {"iteration": 3, "consumed_train_samples": 6, "config": {"model": {"hidden_size": 32}}, "path": ["a", None, 1.5]}
+STATE = {
+    "iteration": 3,
+    "consumed_train_samples": 6,
+    "config": {"model": {"hidden_size": 32}},
+    "path": ["a", None, 1.5],
+}
 
 
 def _save(run: TinyRun, root: Path, iteration: int) -> None:
@@ -117,7 +122,9 @@ class _Part:
         return (name.startswith("embedding") or ".layers.0." in name or ".layers.1." in name) == self.first
 
     def sharded_state_dict(self, metadata: dict) -> dict:
-        return {name: item for name, item in self.model.sharded_state_dict(metadata=metadata).items() if self._is_mine(name)}
+        return {
+            name: item for name, item in self.model.sharded_state_dict(metadata=metadata).items() if self._is_mine(name)
+        }
 
     def load_state_dict(self, tensors: dict) -> None:
         unknown = self.model.load_state_dict(tensors, strict=False).unexpected_keys
@@ -200,7 +207,9 @@ def test_a_kill_anywhere_in_a_save_leaves_the_previous_checkpoint(tmp_path):
         shutil.copytree(tmp_path / "save", tmp_path / f"killed-{number}")
         (outcome,) = run_ranks_to_the_end(_save_until_killed, 1, tmp_path, tmp_path / f"killed-{number}", point, 4)
         assert outcome.exitcode == -signal.SIGKILL, f"{point}: {outcome.exitcode}\n{outcome.log}"
-    (results,) = run_ranks(_load_and_save_again, 1, tmp_path, [tmp_path / f"killed-{i}" for i in range(len(KILL_POINTS))])
+    (results,) = run_ranks(
+        _load_and_save_again, 1, tmp_path, [tmp_path / f"killed-{i}" for i in range(len(KILL_POINTS))]
+    )
     for point, (iteration, tensors, left) in zip(KILL_POINTS, results, strict=True):
         assert iteration == 3, point
         assert [name for name in saved if not torch.equal(saved[name], tensors[name])] == [], point
@@ -231,7 +240,9 @@ def _load_and_save_again(roots: list[Path]) -> list[tuple]:
 
 def test_saving_the_same_iteration_again_never_leaves_none(tmp_path):
     saved = _train_and_save_in_ranks(tmp_path, {})
-    (outcome,) = run_ranks_to_the_end(_save_until_killed, 1, tmp_path, tmp_path / "save", "before the marker is replaced", 3)
+    (outcome,) = run_ranks_to_the_end(
+        _save_until_killed, 1, tmp_path, tmp_path / "save", "before the marker is replaced", 3
+    )
     assert outcome.exitcode == -signal.SIGKILL  # here: between the two renames, with the folder set aside
     assert not (tmp_path / "save" / "iter_0000003").exists()
     (tensors,) = run_ranks(_load_tensors, 1, tmp_path, tmp_path / "save")

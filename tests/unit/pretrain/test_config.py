@@ -30,7 +30,10 @@ from megatron.pretrain.config import (
 from megatron.pretrain.errors import ConfigError
 
 GROUPS = {
-    "model": (ModelConfig, dict(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64, max_position_embeddings=64)),
+    "model": (
+        ModelConfig,
+        dict(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64, max_position_embeddings=64),
+    ),
     "training": (TrainingConfig, dict(micro_batch_size=2, train_iters=20)),
     "optimizer": (OptimizerSettings, dict(lr=1e-3)),
     "pipeline": (PipelineConfig, {}),
@@ -44,7 +47,9 @@ def make(**changes: object) -> Config:
     """A small valid run, with fields replaced by name."""
     groups = {}
     for name, (group_class, required) in GROUPS.items():
-        own = {field.name: changes.pop(field.name) for field in dataclasses.fields(group_class) if field.name in changes}
+        own = {
+            field.name: changes.pop(field.name) for field in dataclasses.fields(group_class) if field.name in changes
+        }
         groups[name] = group_class(**(required | own))
     assert not changes, f"no such fields: {changes}"
     return Config(**groups)
@@ -177,7 +182,10 @@ def test_groups_are_frozen_and_keyword_only() -> None:
             "--split '1,1,1,1' is not one to three shares from 0 up, comma-separated: for example --split 969,30,1",
         ),
         (dict(split="0,1"), "--split '0,1' leaves no documents for training: its first share must be above 0"),
-        (dict(vocab_size=None), "--tokenizer-type NullTokenizer needs --vocab-size N, the number of tokens in the data"),
+        (
+            dict(vocab_size=None),
+            "--tokenizer-type NullTokenizer needs --vocab-size N, the number of tokens in the data",
+        ),
         (
             dict(tokenizer_type="SentencePieceTokenizer"),
             "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model FILE (made by tools/train_tokenizer.py); "

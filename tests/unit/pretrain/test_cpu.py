@@ -67,6 +67,7 @@ def test_preparing_twice_changes_nothing(tmp_path):
 
 def _prepare_again() -> None:
     from megatron.core.optimizer import optimizer as optimizers
+
     from megatron.pretrain.cpu import prepare_megatron_core
 
     before = optimizers.FP32Optimizer.__init__, optimizers.get_grad_norm_fp32, torch.cuda.current_device
@@ -80,6 +81,7 @@ def _prepare_again() -> None:
 
 def test_nothing_is_replaced_where_there_is_cuda(monkeypatch):
     from megatron.core.tensor_parallel import random
+
     from megatron.pretrain import cpu
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

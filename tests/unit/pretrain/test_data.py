@@ -189,7 +189,8 @@ class TestBadData:
             build(make_config([prefix]))
 
     @pytest.mark.parametrize(
-        ("split", "message"), [("100,0,0", "validation.*--eval-iters 0"), ("99.9,0.1,0", "validation"), ("90,10,0", "for test")]
+        ("split", "message"),
+        [("100,0,0", "validation.*--eval-iters 0"), ("99.9,0.1,0", "validation"), ("90,10,0", "for test")],
     )
     def test_empty_split(self, prefix, split, message):
         with pytest.raises(ConfigError, match=f"--split '{split}' leaves no document .*{message}"):
@@ -216,7 +217,9 @@ class TestIndexCache:
         build(config)
         for path in (tmp_path / "cache").glob("*/*shuffle_index.npy"):
             os.truncate(path, 130)
-        with pytest.raises(ConfigError, match=r"index files in .*cache.* can't be written or read .*delete that folder"):
+        with pytest.raises(
+            ConfigError, match=r"index files in .*cache.* can't be written or read .*delete that folder"
+        ):
             build(config)
 
 
@@ -235,7 +238,12 @@ class Counting(torch.utils.data.Dataset):
 
 def batches(size=20, consumed=0, micro=2, rank=0, ranks=1, **options) -> list[list[int]]:
     iterator = batch_iterator(
-        Counting(size), consumed_samples=consumed, micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=ranks, **options
+        Counting(size),
+        consumed_samples=consumed,
+        micro_batch_size=micro,
+        data_parallel_rank=rank,
+        data_parallel_size=ranks,
+        **options,
     )
     return [batch["tokens"][:, 0].tolist() for batch in iterator]
 
@@ -259,7 +267,9 @@ class TestBatchOrder:
         assert batches(size=12, micro=3, ranks=2, rank=1, consumed=5) == [[8, 9, 10]]
 
     def test_slices_are_disjoint_and_complete(self):
-        seen = [index for rank in range(4) for batch in batches(size=24, micro=3, ranks=4, rank=rank) for index in batch]
+        seen = [
+            index for rank in range(4) for batch in batches(size=24, micro=3, ranks=4, rank=rank) for index in batch
+        ]
         assert sorted(seen) == list(range(24))
 
     def test_last_samples_are_kept_on_request(self):
@@ -311,5 +321,7 @@ def test_data_config_fields_are_all_used():
     with open(os.path.join(os.path.dirname(os.path.abspath(build_datasets.__code__.co_filename)), "data.py")) as file:
         source = file.read()
     elsewhere = {"tokenizer_type", "tokenizer_model", "vocab_size", "num_workers"}
-    unread = [f.name for f in dataclasses.fields(DataConfig) if f.name not in elsewhere and f"data.{f.name}" not in source]
+    unread = [
+        f.name for f in dataclasses.fields(DataConfig) if f.name not in elsewhere and f"data.{f.name}" not in source
+    ]
     assert unread == []

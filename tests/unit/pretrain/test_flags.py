@@ -11,10 +11,10 @@ from typing import get_type_hints
 
 import pytest
 
-from megatron.pretrain import flags
 from megatron.pretrain.config import Config, DataConfig, ModelConfig, check
 from megatron.pretrain.errors import ConfigError, flag_name
-from megatron.pretrain.flags import KNOWN_ELSEWHERE, build_parser, field_docs, parse, run_or_exit
+from megatron.pretrain.failure import run_rank
+from megatron.pretrain.flags import KNOWN_ELSEWHERE, build_parser, field_docs, parse
 
 ROOT = Path(__file__).resolve().parents[3]
 REQUIRED = {
@@ -43,7 +43,9 @@ def docs() -> dict[type, dict[str, str]]:
 
 
 def test_values_arrive_with_their_types() -> None:
-    config = parse([*SMALL, "--bf16", "--min-lr=1e-5", "--lr-decay-style", "cosine", "--save", "out", "--save-interval", "5"])
+    config = parse(
+        [*SMALL, "--bf16", "--min-lr=1e-5", "--lr-decay-style", "cosine", "--save", "out", "--save-interval", "5"]
+    )
     assert config.model == ModelConfig(
         num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64, max_position_embeddings=64
     )
@@ -102,7 +104,7 @@ def test_a_list_takes_several_values_and_the_last_of_a_repeated_flag_counts() ->
 def test_a_bad_command_line_gives_one_line_that_names_the_flag(extra: list[str], expected: str) -> None:
     stderr = io.StringIO()
     with pytest.raises(SystemExit) as ended:
-        run_or_exit(lambda: check(parse([*SMALL, *extra]), 1), {}, stderr=stderr)
+        run_rank(lambda: check(parse([*SMALL, *extra]), 1), {}, stderr=stderr)
     assert ended.value.code == 2
     line = stderr.getvalue()
     assert line.startswith(f"pretrain_gpt.py: error: {expected}")
@@ -155,40 +157,6 @@ def test_help_prints(capsys: pytest.CaptureFixture[str]) -> None:
     for group in get_type_hints(Config).values():
         assert f"\n{group.__doc__}:\n" in printed
     assert "(default: 969, 30, 1)" in printed
-
-
-def fail() -> None:
-    raise ConfigError("first line\nsecond line")
-
-
-def test_only_rank_0_says_it_and_all_exit_with_2() -> None:
-    for environ, expected in [
-        ({}, "pretrain_gpt.py: error: first line second line\n"),
-        ({"RANK": "0"}, "pretrain_gpt.py: error: first line second line\n"),
-        ({"RANK": "3"}, ""),
-    ]:
-        stderr = io.StringIO()
-        with pytest.raises(SystemExit) as ended:
-            run_or_exit(fail, environ, stderr=stderr, patience_s=0)
-        assert (ended.value.code, stderr.getvalue()) == (2, expected)
-
-
-def test_a_silent_rank_waits_so_that_the_launcher_does_not_kill_rank_0_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(flags.time, "sleep", waits.append)
-    for rank in ("0", "1"):
-        with pytest.raises(SystemExit):
-            run_or_exit(fail, {"RANK": rank}, stderr=io.StringIO(), patience_s=4.0)
-    assert waits == [4.0]
-
-
-def test_other_errors_and_success_pass_through() -> None:
-    def broken() -> None:
-        raise ValueError("ours")
-
-    with pytest.raises(ValueError, match="ours"):
-        run_or_exit(broken, {})
-    run_or_exit(lambda: None, {})
 
 
 def test_reading_the_command_line_imports_no_torch() -> None:

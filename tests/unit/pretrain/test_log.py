@@ -39,7 +39,13 @@ class Terminal(io.StringIO):
 
 def make_log(stream: io.StringIO, clock: Clock, **changes: object) -> TrainingLog:
     options = dict(
-        train_iters=200, log_interval=10, enabled=True, stream=stream, terminal=io.StringIO(), clock=clock, now=lambda: TIME
+        train_iters=200,
+        log_interval=10,
+        enabled=True,
+        stream=stream,
+        terminal=io.StringIO(),
+        clock=clock,
+        now=lambda: TIME,
     )
     return TrainingLog(**(options | changes))
 
@@ -164,7 +170,9 @@ def test_tensorboard_gets_every_iteration(tmp_path: Path) -> None:
     log.close()
     log.close()
     events = EventAccumulator(str(tmp_path)).Reload()
-    read = {tag: [(event.step, round(event.value, 6)) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    read = {
+        tag: [(event.step, round(event.value, 6)) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
     assert read == {
         "lm loss": [(1, 1.0), (2, 2.0)],
         "learning-rate": [(1, 6e-4), (2, 6e-4)],

@@ -53,7 +53,9 @@ def _clipped(bf16: bool) -> dict[str, Any]:
     done, norm, _ = run.optimizer.step()
     assert done
     inner = run.optimizer.chained_optimizers[0].optimizer
-    clipped = math.sqrt(sum(param.grad.square().sum().item() for group in inner.param_groups for param in group["params"]))
+    clipped = math.sqrt(
+        sum(param.grad.square().sum().item() for group in inner.param_groups for param in group["params"])
+    )
     squares = sum(gradient.square().sum().item() for gradient in before.values())
     shared = run.model.shared_embedding_or_output_weight()
     return {

@@ -19,7 +19,13 @@ def flags(tokenizer_type="SentencePieceTokenizer", tokenizer_model=None, vocab_s
 def train(path, **options) -> str:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT), model_writer=model, vocab_size=60, model_type="bpe", num_threads=1, minloglevel=2, **options
+        sentence_iterator=iter(TEXT),
+        model_writer=model,
+        vocab_size=60,
+        model_type="bpe",
+        num_threads=1,
+        minloglevel=2,
+        **options,
     )
     path.write_bytes(model.getvalue())
     return str(path)
@@ -85,7 +91,14 @@ def test_unknown_type_names_the_known_ones():
 
 @pytest.mark.parametrize(
     ("vocab_size", "divisor", "tensor_parallel_size", "padded"),
-    [(50257, 128, 1, 50304), (50257, 128, 8, 51200), (128, 128, 1, 128), (129, 128, 1, 256), (2048, 1, 1, 2048), (1, 128, 2, 256)],
+    [
+        (50257, 128, 1, 50304),
+        (50257, 128, 8, 51200),
+        (128, 128, 1, 128),
+        (129, 128, 1, 256),
+        (2048, 1, 1, 2048),
+        (1, 128, 2, 256),
+    ],
 )
 def test_vocabulary_is_padded_as_in_megatron(vocab_size, divisor, tensor_parallel_size, padded):
     assert padded_vocab_size(vocab_size, divisor, tensor_parallel_size) == padded

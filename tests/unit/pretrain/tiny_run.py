@@ -21,7 +21,9 @@ from megatron.pretrain.optimizer import build_optimizer
 SEQ, VOCAB, BATCH = 16, 64, 2
 
 
-def tiny_config(*, hidden_size: int = 32, num_layers: int = 4, bf16: bool = False, swiglu: bool = False, **settings: Any) -> Any:
+def tiny_config(
+    *, hidden_size: int = 32, num_layers: int = 4, bf16: bool = False, swiglu: bool = False, **settings: Any
+) -> Any:
     """A configuration of `BATCH` samples an iteration; `settings` are the optimizer's."""
     return configuration.Config(
         model=configuration.ModelConfig(
@@ -79,7 +81,9 @@ class TinyRun:
         sharded = self.model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values()
         names = {id(item.data): item.key for item in sharded if getattr(item, "data", None) is not None}
         found = {names[id(param)]: param for param in self.model.parameters()}
-        names |= {id(param.main_param): names[id(param)] for param in self.model.parameters() if hasattr(param, "main_param")}
+        names |= {
+            id(param.main_param): names[id(param)] for param in self.model.parameters() if hasattr(param, "main_param")
+        }
         for param, entry in self.optimizer.chained_optimizers[0].optimizer.state.items():
             found |= {f"{names[id(param)]} {field}": value for field, value in {"main": param, **entry}.items()}
         return {name: value.detach().clone() for name, value in found.items()}

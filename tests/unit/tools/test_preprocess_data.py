@@ -34,7 +34,9 @@ def preprocess(tmp_path):
 
     def run(lines, *flags, keys=("text",)) -> str:
         source, prefix = tmp_path / "input.jsonl", str(tmp_path / "out")
-        source.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+        source.write_bytes(
+            b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+        )
         preprocess_data.main(["--input", str(source), "--output-prefix", prefix, "--json-keys", *keys, *flags])
         return prefix
 
@@ -61,7 +63,11 @@ def tokenizer_model(tmp_path_factory) -> str:
 
     folder = tmp_path_factory.mktemp("model")
     source = folder / "text.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows("in the beginning", "and the earth was", "let there be light") * 9))
+    source.write_text(
+        "".join(
+            json.dumps(row) + "\n" for row in rows("in the beginning", "and the earth was", "let there be light") * 9
+        )
+    )
     train_tokenizer.main(["--input", str(source), "--vocab-size", "40", "--output-prefix", str(folder / "tokenizer")])
     return str(folder / "tokenizer.model")
 
@@ -121,7 +127,9 @@ class TestBadInput:
 
     @pytest.mark.parametrize("workers", ["1", "2"])
     def test_allowed_bad_lines_are_reported_counted_and_skipped(self, preprocess, capsys, workers):
-        prefix = preprocess([b"oops", {"text": "1"}, b"[]", {"text": "2"}], *NULL, "--max-bad-lines", "2", "--workers", workers)
+        prefix = preprocess(
+            [b"oops", {"text": "1"}, b"[]", {"text": "2"}], *NULL, "--max-bad-lines", "2", "--workers", workers
+        )
         assert documents(prefix + "_text_document") == [[1], [2]]
         told = capsys.readouterr().err
         assert "input.jsonl:1: not valid JSON" in told and "input.jsonl:3: a JSON list" in told
@@ -136,10 +144,14 @@ class TestBadInput:
         import preprocess_data
 
         with pytest.raises(ConfigError, match="absent.jsonl is not a file"):
-            preprocess_data.main(["--input", str(tmp_path / "absent.jsonl"), "--output-prefix", str(tmp_path / "out"), *NULL])
+            preprocess_data.main(
+                ["--input", str(tmp_path / "absent.jsonl"), "--output-prefix", str(tmp_path / "out"), *NULL]
+            )
         (tmp_path / "empty.jsonl").touch()
         with pytest.raises(ConfigError, match="is empty"):
-            preprocess_data.main(["--input", str(tmp_path / "empty.jsonl"), "--output-prefix", str(tmp_path / "out"), *NULL])
+            preprocess_data.main(
+                ["--input", str(tmp_path / "empty.jsonl"), "--output-prefix", str(tmp_path / "out"), *NULL]
+            )
 
     def test_input_without_text(self, preprocess, tmp_path):
         with pytest.raises(ConfigError, match="holds no text"):
@@ -196,7 +208,14 @@ def test_killed_run_leaves_no_index_and_no_process(tmp_path):
     """SIGKILL in the middle: no clean-up code runs, and still nothing looks whole and no worker stays behind."""
     source = tmp_path / "input.jsonl"
     source.write_text('{"text": "1 2 3"}\n' * 400_000)
-    command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(source), "--output-prefix", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        str(TOOLS / "preprocess_data.py"),
+        "--input",
+        str(source),
+        "--output-prefix",
+        str(tmp_path / "out"),
+    ]
     with open(tmp_path / "log", "w") as log:
         tool = subprocess.Popen([*command, *NULL, "--workers", "2", "--log-interval", "100"], stdout=log, stderr=log)
     partial = tmp_path / "out_text_document.bin.partial"
@@ -234,7 +253,9 @@ class TestTrainTokenizer:
 
     def test_text_comes_back_as_it_was(self, tmp_path):
         texts = ("two  spaces, ﬁ and é", "a\nnew line 2026", " led by a space")
-        model = sentencepiece.SentencePieceProcessor(model_file=str(self.train(tmp_path, "--vocab-size", "45", texts=texts)))
+        model = sentencepiece.SentencePieceProcessor(
+            model_file=str(self.train(tmp_path, "--vocab-size", "45", texts=texts))
+        )
         assert [model.decode(model.encode(text)) for text in texts] == list(texts)
 
     def test_bytes_spell_what_the_vocabulary_lacks(self, tmp_path):
@@ -264,7 +285,14 @@ class TestTrainTokenizer:
 
 
 def test_mistake_on_the_command_line_is_one_line_and_status_2(tmp_path):
-    command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(tmp_path / "absent"), "--output-prefix", "x"]
+    command = [
+        sys.executable,
+        str(TOOLS / "preprocess_data.py"),
+        "--input",
+        str(tmp_path / "absent"),
+        "--output-prefix",
+        "x",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr.startswith("error: --input") and result.stderr.count("\n") == 1

@@ -25,10 +25,10 @@ class _RankOrder:
 def gpipe(problem: Problem) -> Orders:
     """GPipe (arXiv 1811.06965), backwards in microbatch order. Peak m.
 
-        rank 0  F0F1F2F3F4F5F6F7                  BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
-        rank 1    F0F1F2F3F4F5F6F7            BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
-        rank 2      F0F1F2F3F4F5F6F7      BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
-        rank 3        F0F1F2F3F4F5F6F7BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
+    rank 0  F0F1F2F3F4F5F6F7                  BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
+    rank 1    F0F1F2F3F4F5F6F7            BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
+    rank 2      F0F1F2F3F4F5F6F7      BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
+    rank 3        F0F1F2F3F4F5F6F7BW0 BW1 BW2 BW3 BW4 BW5 BW6 BW7
     """
     orders = []
     for rank in range(problem.pp_size):
@@ -43,10 +43,10 @@ def gpipe(problem: Problem) -> Orders:
 def one_f_one_b(problem: Problem) -> Orders:
     """1F1B (PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473). Peak min(m, p) on rank 0.
 
-        rank 0  F0F1F2F3            BW0 F4BW1 F5BW2 F6BW3 F7BW4   BW5   BW6   BW7
-        rank 1    F0F1F2        BW0 F3BW1 F4BW2 F5BW3 F6BW4 F7BW5   BW6   BW7
-        rank 2      F0F1    BW0 F2BW1 F3BW2 F4BW3 F5BW4 F6BW5 F7BW6   BW7
-        rank 3        F0BW0 F1BW1 F2BW2 F3BW3 F4BW4 F5BW5 F6BW6 F7BW7
+    rank 0  F0F1F2F3            BW0 F4BW1 F5BW2 F6BW3 F7BW4   BW5   BW6   BW7
+    rank 1    F0F1F2        BW0 F3BW1 F4BW2 F5BW3 F6BW4 F7BW5   BW6   BW7
+    rank 2      F0F1    BW0 F2BW1 F3BW2 F4BW3 F5BW4 F6BW5 F7BW6   BW7
+    rank 3        F0BW0 F1BW1 F2BW2 F3BW3 F4BW4 F5BW5 F6BW6 F7BW7
     """
     p, m = problem.pp_size, problem.num_microbatches
     orders = []

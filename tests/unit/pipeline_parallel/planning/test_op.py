@@ -18,7 +18,21 @@ def test_an_op_prints_as_kind_stage_chunk_microbatch_split():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F", "F 3.1 mb5", "F 3.1 mb5 s0 more", "Q 3.1 mb5 s0", "F 3 mb5 s0", "F 3.1 5 s0", "F 3.1 mb-5 s0", "F 3.1 mb5 s", "f 3.1 mb5 s0", "F 3.1 mb5 s0x", "F ³.1 mb5 s0"]
+    "text",
+    [
+        "",
+        "F",
+        "F 3.1 mb5",
+        "F 3.1 mb5 s0 more",
+        "Q 3.1 mb5 s0",
+        "F 3 mb5 s0",
+        "F 3.1 5 s0",
+        "F 3.1 mb-5 s0",
+        "F 3.1 mb5 s",
+        "f 3.1 mb5 s0",
+        "F 3.1 mb5 s0x",
+        "F ³.1 mb5 s0",
+    ],
 )
 def test_a_malformed_op_is_refused_by_its_text(text):
     with pytest.raises(ValueError, match="op '"):

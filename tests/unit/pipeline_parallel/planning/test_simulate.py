@@ -79,7 +79,14 @@ def test_both_bubble_rates_by_hand():
 
 def test_memory_is_booked_b_until_its_end_then_w():
     placement = Placement.loop(1)
-    ops = [Op(OpKind.F, 0, 0, 0), Op(OpKind.B, 0, 0, 0), Op(OpKind.F, 0, 0, 1), Op(OpKind.B, 0, 0, 1), Op(OpKind.W, 0, 0, 0), Op(OpKind.W, 0, 0, 1)]
+    ops = [
+        Op(OpKind.F, 0, 0, 0),
+        Op(OpKind.B, 0, 0, 0),
+        Op(OpKind.F, 0, 0, 1),
+        Op(OpKind.B, 0, 0, 1),
+        Op(OpKind.W, 0, 0, 0),
+        Op(OpKind.W, 0, 0, 1),
+    ]
     schedule = Schedule(name="hand", placement=placement, num_microbatches=2, ranks=(tuple(ops),))
     for memory_b, memory_w, peak in ((2.0, 1.0, 3.0), (1.0, 3.0, 6.0), (5.0, 0.0, 5.0)):
         timeline = simulate(schedule, CostModel.uniform(placement, memory_b=memory_b, memory_w=memory_w))

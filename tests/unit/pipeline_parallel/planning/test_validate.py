@@ -57,7 +57,9 @@ ORDER_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("rank, change, message", ORDER_FAULTS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "rank, change, message", ORDER_FAULTS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_broken_order_is_named(rank, change, message):
     schedule, _ = program()
     with pytest.raises(ScheduleError, match=message.replace("(", r"\(")):
@@ -74,7 +76,9 @@ PROGRAM_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("rank, change, message", PROGRAM_FAULTS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "rank, change, message", PROGRAM_FAULTS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_broken_program_is_named(rank, change, message):
     _, lowered = program()
     with pytest.raises(ScheduleError, match=message):
@@ -174,7 +178,9 @@ def test_programs_of_random_orders_are_valid_and_never_stick():
 
 
 def test_stages_that_share_a_rank_exchange_no_messages():
-    lowered = add_communication(random_schedule(random.Random(6), Placement.loop(1, 3), 2), CostModel.uniform(Placement.loop(1, 3)))
+    lowered = add_communication(
+        random_schedule(random.Random(6), Placement.loop(1, 3), 2), CostModel.uniform(Placement.loop(1, 3))
+    )
     assert validate(lowered).posted_receives == (0,)
     assert {op.kind for op in lowered.ranks[0]} <= {OpKind.F, OpKind.B, OpKind.W, OpKind.BW}
 
