@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.pretrain.config import Config, check
+from megatron.pretrain.config import Config, check, world_size
 from megatron.pretrain.failure import run_rank
 from megatron.pretrain.flags import parse
 
@@ -71,7 +71,7 @@ def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tens
 
 def main(argv: Sequence[str]) -> None:
     config = parse(argv)
-    check(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check(config, world_size(os.environ))
 
     # Told once, in the README, and not by every rank of every run: optional packages that are missing, core's old calls.
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed")

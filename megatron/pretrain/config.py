@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -337,6 +338,16 @@ class Config:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The values as given, group by group: plain types, for checkpoints and logs."""
         return asdict(self)
+
+
+def world_size(environ: Mapping[str, str]) -> int:
+    """Number of processes of this run: what torchrun says, 1 without it. ConfigError where that is no number."""
+    text = environ.get("WORLD_SIZE", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {text!r} in the environment: it must be the number of processes; start with torchrun"
+        )
+    return int(text)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

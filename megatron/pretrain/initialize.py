@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -16,17 +16,6 @@ from megatron.pipeline_parallel.planning.op import Placement
 from megatron.pretrain.config import Config
 from megatron.pretrain.cpu import prepare_megatron_core
 from megatron.pretrain.embedding import embedding_ranks
-from megatron.pretrain.errors import ConfigError
-
-
-def world_size(environ: Mapping[str, str]) -> int:
-    """Number of processes of this run: what torchrun says, 1 without it. ConfigError where that is no number."""
-    text = environ.get("WORLD_SIZE", "1")
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {text!r} in the environment: it must be the number of processes; start with torchrun"
-        )
-    return int(text)
 
 
 def this_device() -> torch.device:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -14,11 +15,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.pipeline_parallel.planning.builders import Problem
 from megatron.pipeline_parallel.planning.dataflow import Message
 from megatron.pipeline_parallel.planning.op import Placement, Schedule
+from megatron.pipeline_parallel.planning.plan import make_plan
 from megatron.pipeline_parallel.runtime.channels import DistributedChannels, TensorSpec, Transport
 from megatron.pipeline_parallel.runtime.forward_step import ForwardStep, ForwardStepChunk
 from megatron.pipeline_parallel.runtime.iteration import TrainingIteration
 from megatron.pipeline_parallel.runtime.megatron_linear import split_parallel_linears
-from megatron.pipeline_parallel.runtime.plan import make_plan, share_plan
+from megatron.pipeline_parallel.runtime.plan import share_plan
 from megatron.pipeline_parallel.runtime.rng import DropoutKeys
 from megatron.pipeline_parallel.runtime.weight_grad import WeightGradStore, split_linears
 from megatron.pretrain.config import Config
@@ -51,6 +53,7 @@ class Pipeline:
             config.training.seed,
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
         )
         for model in models:
             model.to(device)
@@ -77,7 +80,7 @@ class Pipeline:
         return self.placement.num_stages - 1 in self.stages
 
     def plan(self, num_microbatches: int, *, trains: bool) -> Schedule:
-        """The program of all ranks; made by the first rank and shared, once for each number of microbatches."""
+        """The program of all ranks; made by rank 0 and shared, once for each number of microbatches. Collective."""
         key = (num_microbatches, trains)
         if key not in self._plans:
             problem = Problem(
@@ -86,8 +89,13 @@ class Pipeline:
                 chunks_per_rank=self.placement.chunks_per_rank,
             )
             name = self.config.pipeline.pipeline_schedule
-            mine = make_plan(name, problem, evaluates=not trains) if self.rank == 0 else None
-            self._plans[key] = share_plan(mine, parallel_state.get_pipeline_model_parallel_group())
+            mine = make_plan(name, problem, evaluates=not trains) if dist.get_rank() == 0 else None
+            plan = share_plan(mine, dist.group.WORLD)
+            if plan.placement != self.placement:
+                raise ValueError(
+                    f"schedule {name!r} puts its stages at {plan.placement}, the model is at {self.placement}"
+                )
+            self._plans[key] = plan
         return self._plans[key]
 
     def iteration(
@@ -129,6 +137,9 @@ class Pipeline:
         """Reduce gradients over data parallel ranks, and those of tied embeddings over their two copies."""
         finalize_model_grads(self.wrapped, pg_collection=groups_without_embedding())
         add_tied_gradients(dict(zip(self.stages, self.models)), self.placement)
+
+    def close(self) -> None:
+        self.transport.close()
 
     def train_mode(self, trains: bool) -> None:
         for model in self.wrapped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron.pipeline_parallel.planning import builders
+from megatron.pipeline_parallel.planning.builders import Problem
 from megatron.pipeline_parallel.planning.costs import CostModel
 from megatron.pipeline_parallel.planning.op import Placement
 from megatron.pipeline_parallel.planning.simulate import simulate
 from megatron.pipeline_parallel.runtime.forward_step import ForwardStep
 from megatron.pipeline_parallel.runtime.iteration import TrainingIteration
 from megatron.pretrain import checkpoint
-from megatron.pretrain.config import Config, global_batch_size, num_microbatches
+from megatron.pretrain.config import Config, global_batch_size, num_microbatches, world_size
 from megatron.pretrain.data import batch_iterator
 from megatron.pretrain.initialize import process_groups
 from megatron.pretrain.log import TrainingLog
@@ -38,13 +41,18 @@ def pretrain(
     forward_step: ForwardStep,
 ) -> None:
     """Train as `config` says, on all ranks of this run; each rank calls it."""
-    placement = Placement.loop(config.pipeline.pipeline_model_parallel_size)
+    problem = Problem(
+        pp_size=config.pipeline.pipeline_model_parallel_size,
+        num_microbatches=num_microbatches(config, world_size(os.environ)),
+    )
+    placement = builders.placement(config.pipeline.pipeline_schedule, problem)
     with process_groups(config, placement):
         trainer = Trainer(config, placement, model_provider, datasets_provider, forward_step)
         try:
             trainer.train()
         finally:
             trainer.log.close()
+        trainer.pipeline.close()
 
 
 class Trainer:

@@ -67,14 +67,20 @@ class Plain:
         for number, stage in enumerate(self.stages):
             self.keys.guard(stage, number)
 
+    def loss(self, iteration, microbatch, num_microbatches):
+        hidden, target = data(iteration, microbatch)
+        self.keys.enter(iteration, microbatch)
+        for stage in self.stages:
+            hidden = stage(hidden)
+        return (hidden - target).square().mean() / num_microbatches
+
+    def forward_losses(self, iteration, num_microbatches):
+        return [self.loss(iteration, microbatch, num_microbatches) for microbatch in range(num_microbatches)]
+
     def run(self, iteration, num_microbatches):
         losses = []
         for microbatch in range(num_microbatches):
-            hidden, target = data(iteration, microbatch)
-            self.keys.enter(iteration, microbatch)
-            for stage in self.stages:
-                hidden = stage(hidden)
-            loss = (hidden - target).square().mean() / num_microbatches
+            loss = self.loss(iteration, microbatch, num_microbatches)
             loss.backward()
             losses.append(loss.detach())
         return losses

@@ -11,7 +11,7 @@ class CostModel:
     """Times and memory of each stage, and the time of a message between two ranks.
 
     Times share one unit of the caller's choice, memory another. Raises ValueError on lists of unequal length, on negative
-    or non-finite numbers, and on a `comm` matrix that is not square.
+    or non-finite numbers, and on a `comm` that is neither a number nor a square matrix.
     """
 
     f: tuple[float, ...]
@@ -36,8 +36,8 @@ class CostModel:
             raise ValueError(f"costs: lists must have one entry a stage each, got {lengths} entries")
         for name, values in lists.items():
             _check_numbers(name, values)
-        if isinstance(self.comm, tuple):
-            if any(len(row) != len(self.comm) for row in self.comm):
+        if not isinstance(self.comm, (int, float)):
+            if not all(hasattr(row, "__len__") and len(row) == len(self.comm) for row in self.comm):
                 raise ValueError("costs: 'comm' must be one number or a square matrix from rank to rank")
             for row in self.comm:
                 _check_numbers("comm", row)
@@ -72,9 +72,16 @@ class CostModel:
         times = {OpKind.F: self.f, OpKind.B: self.b, OpKind.W: self.w, OpKind.R: self.r}.get(op.kind)
         return times[op.stage] if times else 0.0
 
+    def check_fits(self, placement: Placement) -> None:
+        """Raise ValueError where these costs are for another number of stages or ranks."""
+        if len(self.f) != placement.num_stages:
+            raise ValueError(f"costs are for {len(self.f)} stages, the schedule has {placement.num_stages}")
+        if not isinstance(self.comm, (int, float)) and len(self.comm) != placement.pp_size:
+            raise ValueError(f"costs: 'comm' is for {len(self.comm)} ranks, the schedule has {placement.pp_size}")
+
     def message_time(self, source: int, destination: int) -> float:
         """Latency of one message from rank to rank."""
-        return self.comm[source][destination] if isinstance(self.comm, tuple) else self.comm
+        return self.comm if isinstance(self.comm, (int, float)) else self.comm[source][destination]
 
 
 def _check_numbers(name: str, values: Sequence[float]) -> None:

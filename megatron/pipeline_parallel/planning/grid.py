@@ -15,6 +15,9 @@ _SHORT = {
     OpKind.OFFLOAD_RECV_END: "ORE",
 }
 
+GRID_WIDTH = 5
+"""Positions that a grid around one cell shows on either side."""
+
 
 def short(op: Op) -> str:
     """A grid cell: ``F2.5`` is F of stage 2, microbatch 5; ``F2.5/1`` of its sequence split 1."""
@@ -23,15 +26,15 @@ def short(op: Op) -> str:
 
 
 def step_grid(
-    schedule: Schedule, marked: frozenset[tuple[int, int]] = frozenset(), *, around: int | None = None, width: int = 5
+    schedule: Schedule, marked: frozenset[tuple[int, int]] = frozenset(), *, around: int | None = None
 ) -> str:
     """Ranks down, positions in the program across, the cells of `marked` (rank, position) between ``>`` and ``<``.
 
-    With `around`, only positions within `width` of it are shown.
+    With `around`, only positions within `GRID_WIDTH` of it are shown.
     """
     longest = max(map(len, schedule.ranks), default=0)
-    first = 0 if around is None else max(0, around - width)
-    last = longest if around is None else min(longest, around + width + 1)
+    first = 0 if around is None else max(0, around - GRID_WIDTH)
+    last = longest if around is None else min(longest, around + GRID_WIDTH + 1)
     rows = [["step", *map(str, range(first, last))]]
     for rank, ops in enumerate(schedule.ranks):
         cells = [f"rank {rank}"]

@@ -88,13 +88,16 @@ class Op(NamedTuple):
 class Placement:
     """Which rank and chunk each stage lives on; stages are counted in the order of the dataflow.
 
-    Raises ValueError unless every (rank, chunk) of `pp_size` ranks times `chunks_per_rank` chunks holds exactly one stage.
+    Raises ValueError unless every (rank, chunk) of `pp_size` ranks times `chunks_per_rank` chunks holds exactly one stage,
+    and unless `name` is one word.
     """
 
     name: str
     stages: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
+        if self.name.split() != [self.name]:
+            raise ValueError(f"placement: its name must be one word, got {self.name!r}")
         if not self.stages:
             raise ValueError("placement: needs at least one stage")
         wanted = [(rank, chunk) for rank in range(self.pp_size) for chunk in range(self.chunks_per_rank)]
@@ -154,7 +157,7 @@ class Schedule:
     """What every rank does, in order.
 
     `ranks[i]` is the program of rank i in issue order. With `lowered` False it holds compute ops only and messages are
-    implied; the communication pass makes them explicit and sets `lowered`.
+    implied; the communication pass makes them explicit and sets `lowered`. Raises ValueError unless `name` fits one line.
     """
 
     name: str
@@ -164,6 +167,10 @@ class Schedule:
     ranks: tuple[tuple[Op, ...], ...]
     lowered: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.name.strip() or len(self.name.splitlines()) != 1:
+            raise ValueError(f"schedule: its name must fit one line, got {self.name!r}")
+
     @property
     def pp_size(self) -> int:
         return self.placement.pp_size
@@ -171,9 +178,6 @@ class Schedule:
     def with_ranks(self, ranks: Iterable[Iterable[Op]], **changes: object) -> "Schedule":
         """The same schedule with other programs."""
         return replace(self, ranks=tuple(tuple(ops) for ops in ranks), **changes)
-
-    def num_ops(self) -> int:
-        return sum(map(len, self.ranks))
 
     def to_text(self) -> str:
         """The whole schedule as text that `from_text` reads back."""

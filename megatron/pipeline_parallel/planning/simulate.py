@@ -14,6 +14,9 @@ from megatron.pipeline_parallel.planning.costs import CostModel
 from megatron.pipeline_parallel.planning.dataflow import Message, channel_of, message_of, need_of, result_of
 from megatron.pipeline_parallel.planning.op import COMPUTE, RECVS, SENDS, Op, OpKind, Schedule
 
+Queue = tuple[int, int]
+"""A channel (source rank, destination rank), or (rank, -1) for all messages of one rank."""
+
 
 class Slot(NamedTuple):
     """One op in time. A SEND lasts from its start on the channel, a RECV from being posted, both to the arrival."""
@@ -114,21 +117,25 @@ def _released(op: Op, costs: CostModel) -> float:
     return change.get(op.kind, 0.0)
 
 
-def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
+def simulate(schedule: Schedule, costs: CostModel, *, one_queue_a_rank: bool = False) -> Timeline:
     """Time every op.
 
-    Raises StuckError when the order can never run to its end, ValueError when `costs` are for another number of stages.
+    Sends wait in a queue a channel, in program order, until the peer has posted the receive, which a rank does by itself when
+    it gets there. With `one_queue_a_rank`, all messages of a rank, receives too, wait in one queue.
+
+    What can run never depends on the times. Raises StuckError when not everything can, ValueError when `costs` are for
+    another number of stages or ranks.
     """
-    if len(costs.f) != schedule.placement.num_stages:
-        raise ValueError(f"costs are for {len(costs.f)} stages, the schedule has {schedule.placement.num_stages}")
-    return _Simulation(schedule, costs).run()
+    costs.check_fits(schedule.placement)
+    return _Simulation(schedule, costs, one_queue_a_rank).run()
 
 
 class _Simulation:
     """Walks every rank as far as it can; a rank that needs a message sleeps until the message's arrival is known."""
 
-    def __init__(self, schedule: Schedule, costs: CostModel) -> None:
+    def __init__(self, schedule: Schedule, costs: CostModel, one_queue: bool) -> None:
         self.schedule = schedule
+        self.one_queue = one_queue
         self.costs = costs
         self.num_stages = schedule.placement.num_stages
         self.position = [0] * schedule.pp_size
@@ -137,10 +144,13 @@ class _Simulation:
         self.order: dict[Op, int] = {}
         self.arrival: dict[Message, float] = {}
         self.issued: dict[Message, float] = {}
+        self.issued_receive: dict[Message, float] = {}
         self.posted: dict[Message, float] = {}
         self.departure: dict[Message, float] = {}
-        self.queues: dict[tuple[int, int], list[Message]] = defaultdict(list)
-        self.heads: dict[tuple[int, int], int] = defaultdict(int)
+        self.queues: dict[Queue, list[tuple[Message, OpKind]]] = defaultdict(list)
+        self.heads: dict[Queue, int] = defaultdict(int)
+        self.free: dict[Queue, float] = defaultdict(float)
+        self.waiting: dict[Message, Queue] = {}
         self.sleepers: dict[Message, int] = {}
         self.awake = list(range(schedule.pp_size))
 
@@ -161,7 +171,7 @@ class _Simulation:
             elif op.kind in SENDS:
                 self._send(rank, op)
             elif op.kind in RECVS:
-                self._post(rank, op)
+                self._receive(rank, op)
             else:
                 raise ValueError(f"{op}: the simulator has no stream for this kind of op")
             self.position[rank] += 1
@@ -200,27 +210,47 @@ class _Simulation:
         message = message_of(op)
         channel = channel_of(message, self.schedule.placement)
         self.issued[message] = self.clock[rank]
-        self.queues[channel].append(message)
         self.slots[rank].append(Slot(op, self.clock[rank], self.clock[rank], f"send {channel[1]}"))
-        self._drain(channel)
+        self._enqueue((rank, -1) if self.one_queue else channel, message, op.kind)
 
-    def _post(self, rank: int, op: Op) -> None:
+    def _receive(self, rank: int, op: Op) -> None:
         message = message_of(op)
-        channel = channel_of(message, self.schedule.placement)
-        self.posted[message] = self.clock[rank]
-        self.slots[rank].append(Slot(op, self.clock[rank], self.clock[rank], f"recv {channel[0]}"))
-        self._drain(channel)
+        source, _ = channel_of(message, self.schedule.placement)
+        self.slots[rank].append(Slot(op, self.clock[rank], self.clock[rank], f"recv {source}"))
+        if self.one_queue:
+            self.issued_receive[message] = self.clock[rank]
+            self._enqueue((rank, -1), message, op.kind)
+        else:
+            self._post(message, self.clock[rank])
 
-    def _drain(self, channel: tuple[int, int]) -> None:
-        queue = self.queues[channel]
-        while self.heads[channel] < len(queue) and queue[self.heads[channel]] in self.posted:
-            head = self.heads[channel]
-            message = queue[head]
-            before = self.departure[queue[head - 1]] if head else 0.0
-            departure = max(self.issued[message], self.posted[message], before)
-            self.departure[message] = departure
-            self.heads[channel] += 1
-            self._arrive(message, departure + self.costs.message_time(*channel))
+    def _enqueue(self, queue: Queue, message: Message, kind: OpKind) -> None:
+        self.queues[queue].append((message, kind))
+        self._drain(queue)
+
+    def _post(self, message: Message, time: float) -> None:
+        self.posted[message] = time
+        if message in self.waiting:
+            self._drain(self.waiting.pop(message))
+
+    def _drain(self, queue: Queue) -> None:
+        entries = self.queues[queue]
+        while self.heads[queue] < len(entries):
+            message, kind = entries[self.heads[queue]]
+            if kind in SENDS and message not in self.posted:
+                self.waiting[message] = queue
+                return
+            self.heads[queue] += 1
+            if kind in SENDS:
+                self._depart(message, queue)
+            else:
+                self.free[queue] = max(self.free[queue], self.issued_receive[message])
+                self._post(message, self.free[queue])
+
+    def _depart(self, message: Message, queue: Queue) -> None:
+        departure = max(self.issued[message], self.posted[message], self.free[queue])
+        self.departure[message] = self.free[queue] = departure
+        channel = channel_of(message, self.schedule.placement)
+        self._arrive(message, departure + self.costs.message_time(*channel))
 
     def _finished(self, slot: Slot) -> Slot:
         """Fill in the times of a message that were not known when its op was issued."""
@@ -236,14 +266,12 @@ class _Simulation:
             rank: position for rank, position in enumerate(self.position) if position < len(self.schedule.ranks[rank])
         }
         # A message that nobody computes with can be left over though every rank has ended.
-        for channel, queue in self.queues.items():
-            if self.heads[channel] < len(queue) and channel[0] not in blocked:
-                op = queue[self.heads[channel]].send(self.schedule.placement)
-                blocked[channel[0]] = self.schedule.ranks[channel[0]].index(op)
-        unmatched = self.posted.keys() - self.arrival.keys()
-        for message in unmatched:
-            rank = channel_of(message, self.schedule.placement)[1]
-            if rank not in blocked:
-                blocked[rank] = self.schedule.ranks[rank].index(message.recv(self.schedule.placement))
+        placement = self.schedule.placement
+        left = [(queue[self.heads[key]]) for key, queue in self.queues.items() if self.heads[key] < len(queue)]
+        ends = [message.send(placement) if kind in SENDS else message.recv(placement) for message, kind in left]
+        ends += [message.recv(placement) for message in self.posted.keys() - self.arrival.keys()]
+        for op in ends:
+            rank = placement.rank_of(op.stage)
+            blocked.setdefault(rank, self.schedule.ranks[rank].index(op))
         if blocked:
             raise StuckError(blocked, self.schedule)

@@ -1,21 +1,21 @@
 """The one validator: builders, passes, loaders and tests all call `validate`.
 
-What it proves of a compute order: each op once and on its own rank, F before B before W, the gradients of a stage summed in
-microbatch order, and an order across ranks in which everything can run. What it proves of a lowered program besides: every
+What it proves of a compute order: each op once and on its own rank, F before B before W, each stage in microbatch
+order, a backward for every microbatch or for none, and an order across ranks in which everything can run. What it proves of a lowered program besides: every
 message between ranks has one SEND behind its maker and one RECV before its user, both ends of a channel agree on the order,
 and the program cannot stick even when a SEND waits for its RECV to be posted: neither with each channel a queue of its own,
 nor with all messages of a rank in one queue.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.pipeline_parallel.planning.costs import CostModel
-from megatron.pipeline_parallel.planning.dataflow import Message, channel_of, message_of, need_of, result_of
-from megatron.pipeline_parallel.planning.grid import step_grid
-from megatron.pipeline_parallel.planning.op import COMMUNICATION, COMPUTE, RECVS, SENDS, Op, OpKind, Schedule
+from megatron.pipeline_parallel.planning.dataflow import channel_of, message_of, need_of, result_of
+from megatron.pipeline_parallel.planning.grid import GRID_WIDTH, step_grid
+from megatron.pipeline_parallel.planning.op import COMMUNICATION, COMPUTE, RECVS, Op, OpKind, Schedule
 from megatron.pipeline_parallel.planning.simulate import StuckError, simulate
 
 
@@ -40,22 +40,14 @@ class Proof:
 
 def validate(schedule: Schedule) -> Proof:
     """Check everything; raises ScheduleError on the first fault found."""
-    checks: list[Callable[[Schedule], Iterator[Fault]]] = [_shape, _places, _once, _order, _summation_order]
+    checks: list[Callable[[Schedule], Iterator[Fault]]] = [_shape, _places, _once, _order, _microbatch_order]
     if schedule.lowered:
         checks += [_messages, _message_places, _channel_order]
     for check in checks:
         for fault in check(schedule):
             raise _error(schedule, fault)
-    _prove_compute_order(schedule)
-    if schedule.lowered:
-        for one_queue in (False, True):
-            blocked = stuck(schedule, one_queue_a_rank=one_queue)
-            if blocked:
-                queue = "all messages of a rank in one queue" if one_queue else "one queue a channel"
-                names = ", ".join(
-                    f"rank {rank} waits in {schedule.ranks[rank][at]}" for rank, at in sorted(blocked.items())
-                )
-                raise _error(schedule, Fault(f"deadlock with {queue}: {names}", tuple(sorted(blocked.items()))))
+    for one_queue_a_rank in (False, True) if schedule.lowered else (False,):
+        _prove_no_deadlock(schedule, one_queue_a_rank)
     return Proof(posted_receives=tuple(_posted_receives(schedule, rank) for rank in range(schedule.pp_size)))
 
 
@@ -63,7 +55,11 @@ def _error(schedule: Schedule, fault: Fault) -> ScheduleError:
     text = f"schedule {schedule.name!r}: {fault.text}"
     if not fault.cells:
         return ScheduleError(text)
-    return ScheduleError(f"{text}\n{step_grid(schedule, frozenset(fault.cells), around=fault.cells[0][1])}")
+    (_, first), (_, last) = fault.cells[0], fault.cells[-1]
+    grid = step_grid(schedule, frozenset(fault.cells), around=first)
+    if abs(last - first) > GRID_WIDTH:
+        grid += "\n\n" + step_grid(schedule, frozenset(fault.cells), around=last)
+    return ScheduleError(f"{text}\n{grid}")
 
 
 def _shape(schedule: Schedule) -> Iterator[Fault]:
@@ -98,39 +94,51 @@ def _places(schedule: Schedule) -> Iterator[Fault]:
             yield Fault(
                 f"{op}: there is no sequence split {op.sequence_split}, only 0..{schedule.num_sequence_splits - 1}", at
             )
+        elif not op.saves_activation and op.kind != OpKind.F:
+            yield Fault(f"{op}: only an F can throw its activation away", at)
         elif op.kind not in COMPUTE | COMMUNICATION:
             yield Fault(f"{op}: this kind of op has no rules yet, so nothing can be proven of it", at)
         elif op.kind in COMMUNICATION and not schedule.lowered:
             yield Fault(f"{op}: a compute order holds no messages; the communication pass makes them", at)
 
 
-def _positions(schedule: Schedule) -> dict[Op, tuple[int, int]]:
-    return {op._replace(saves_activation=True): (rank, position) for rank, position, op in _cells(schedule)}
+_Key = tuple[OpKind, int, int, int, int]
+"""An op without `saves_activation`."""
+
+
+def _positions(schedule: Schedule) -> dict[_Key, tuple[int, int]]:
+    return {op[:5]: (rank, position) for rank, position, op in _cells(schedule)}
 
 
 def _once(schedule: Schedule) -> Iterator[Fault]:
-    seen: dict[Op, tuple[int, int]] = {}
+    seen: dict[_Key, tuple[int, int]] = {}
     for rank, position, op in _cells(schedule):
-        key = op._replace(saves_activation=True)
-        if key in seen:
-            yield Fault(f"{op} stands twice", (seen[key], (rank, position)))
-        seen[key] = (rank, position)
-    placement = schedule.placement
-    for stage in range(placement.num_stages):
+        if op[:5] in seen:
+            yield Fault(f"{op} stands twice", (seen[op[:5]], (rank, position)))
+        seen[op[:5]] = (rank, position)
+    kinds: dict[tuple[int, int, int], set[OpKind]] = defaultdict(set)
+    for _, _, op in _cells(schedule):
+        if op.kind in COMPUTE:
+            kinds[op.unit].add(op.kind)
+    trains = _trains(schedule)
+    for stage in range(schedule.placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
             for split in range(schedule.num_sequence_splits):
-                kinds = {k for k in COMPUTE if Op(k, stage, placement.chunk_of(stage), microbatch, split) in seen}
-                yield from _complete(kinds, f"stage {stage}, microbatch {microbatch}, sequence split {split}")
+                what = f"stage {stage}, microbatch {microbatch}, sequence split {split}"
+                yield from _complete(kinds[stage, microbatch, split], trains, what)
 
 
-def _complete(kinds: set[OpKind], what: str) -> Iterator[Fault]:
+def _trains(schedule: Schedule) -> bool:
+    """Whether there is any backward; a schedule that evaluates has forwards alone."""
+    return any(op.kind in COMPUTE and op.kind != OpKind.F for _, _, op in _cells(schedule))
+
+
+def _complete(kinds: set[OpKind], trains: bool, what: str) -> Iterator[Fault]:
     backward = kinds - {OpKind.F, OpKind.R}
     if OpKind.F not in kinds:
         yield Fault(f"{what} has no F", ())
-    elif backward not in ({OpKind.BW}, {OpKind.B, OpKind.W}, set()):
-        yield Fault(
-            f"{what} has {' and '.join(sorted(backward))}; needs BW, or B and W, or (to evaluate) no backward", ()
-        )
+    elif trains and backward not in ({OpKind.BW}, {OpKind.B, OpKind.W}):
+        yield Fault(f"{what} has {' and '.join(sorted(backward)) or 'no backward'}; needs BW, or B and W", ())
 
 
 def _order(schedule: Schedule) -> Iterator[Fault]:
@@ -155,36 +163,47 @@ def _order(schedule: Schedule) -> Iterator[Fault]:
             done[op.unit] = op.kind
 
 
-def _summation_order(schedule: Schedule) -> Iterator[Fault]:
-    """B and W of a stage in microbatch order: then gradients are summed as the plain model sums them, bit for bit."""
+def _microbatch_order(schedule: Schedule) -> Iterator[Fault]:
+    """F, B and W of a stage in microbatch order.
+
+    Batches are read in the order of the F, and gradients are summed as the plain model sums them, bit for bit.
+    """
     for rank, ops in enumerate(schedule.ranks):
         last: dict[tuple[OpKind, int], int] = {}
         for position, op in enumerate(ops):
-            if op.kind not in (OpKind.B, OpKind.W, OpKind.BW):
-                continue
-            key = (op.kind, op.stage)
-            if op.microbatch < last.get(key, 0):
-                yield Fault(
-                    f"{op} comes after microbatch {last[key]}; a stage's {op.kind} go in microbatch order",
-                    ((rank, position),),
-                )
-            last[key] = op.microbatch
+            for kind in _ORDERED.get(op.kind, ()):
+                before = last.get((kind, op.stage), 0)
+                if op.microbatch < before:
+                    text = f"{op} comes after microbatch {before}; a stage's {kind} go in microbatch order"
+                    yield Fault(text, ((rank, position),))
+                last[kind, op.stage] = op.microbatch
 
 
-def _prove_compute_order(schedule: Schedule) -> None:
+_ORDERED = {
+    OpKind.F: (OpKind.F,),
+    OpKind.B: (OpKind.B,),
+    OpKind.W: (OpKind.W,),
+    # A BW takes part in both orders.
+    OpKind.BW: (OpKind.B, OpKind.W),
+}
+
+
+def _prove_no_deadlock(schedule: Schedule, one_queue_a_rank: bool) -> None:
     """Some order across ranks exists in which every op finds what it needs."""
-    compute = schedule.with_ranks(([op for op in ops if op.kind in COMPUTE] for ops in schedule.ranks), lowered=False)
     try:
-        simulate(compute, CostModel.uniform(schedule.placement))
+        simulate(schedule, CostModel.uniform(schedule.placement), one_queue_a_rank=one_queue_a_rank)
     except StuckError as error:
+        model = "compute order"
+        if schedule.lowered:
+            model = "program with all messages of a rank in one queue" if one_queue_a_rank else "program"
         raise _error(
-            compute, Fault(f"deadlock of the compute order: {error}", tuple(sorted(error.blocked.items())))
+            schedule, Fault(f"deadlock of the {model}: {error}", tuple(sorted(error.blocked.items())))
         ) from None
 
 
 def _messages(schedule: Schedule) -> Iterator[Fault]:
     """One SEND and one RECV for each hand-over between two ranks, none for a local one."""
-    placement, counts = schedule.placement, Counter(op for _, _, op in _cells(schedule))
+    placement, present = schedule.placement, {op for _, _, op in _cells(schedule)}
     wanted: set[Op] = set()
     for rank, position, op in _cells(schedule):
         message = result_of(op, placement.num_stages)
@@ -192,7 +211,7 @@ def _messages(schedule: Schedule) -> Iterator[Fault]:
             continue
         for end in (message.send(placement), message.recv(placement)):
             wanted.add(end)
-            if counts[end] != 1:
+            if end not in present:
                 yield Fault(f"{op} makes a message for another rank, but {end} is missing", ((rank, position),))
     for rank, position, op in _cells(schedule):
         if op.kind in COMMUNICATION and op not in wanted:
@@ -207,14 +226,14 @@ def _message_places(schedule: Schedule) -> Iterator[Fault]:
     for rank, position, op in _cells(schedule):
         need = need_of(op, placement.num_stages)
         if need is not None and not placement.is_local(need.source, need.destination):
-            recv = positions[need.recv(placement)]
+            recv = positions[need.recv(placement)[:5]]
             if recv[1] > position:
                 yield Fault(
                     f"{schedule.ranks[rank][recv[1]]} is posted after {op}, which uses it", (recv, (rank, position))
                 )
         result = result_of(op, placement.num_stages)
         if result is not None and not placement.is_local(result.source, result.destination):
-            send = positions[result.send(placement)]
+            send = positions[result.send(placement)[:5]]
             if send[1] < position:
                 yield Fault(
                     f"{schedule.ranks[rank][send[1]]} stands before {op}, which makes it", (send, (rank, position))
@@ -234,90 +253,6 @@ def _channel_order(schedule: Schedule) -> Iterator[Fault]:
                 send_op, recv_op = schedule.ranks[send_at[0]][send_at[1]], schedule.ranks[recv_at[0]][recv_at[1]]
                 text = f"channel {source} -> {destination}: {send_op} meets {recv_op}"
                 yield Fault(f"{text}; sends and receives of a channel go in one order", (send_at, recv_at))
-
-
-def stuck(schedule: Schedule, *, one_queue_a_rank: bool) -> dict[int, int]:
-    """Where a lowered program sticks, as {rank: position}; empty when it runs to its end.
-
-    Compute runs in program order, F and B block until what they need has arrived. Messages wait in queues, in program
-    order; a SEND holds its queue until the peer has posted the RECV. A RECV is posted by the rank itself, or, with
-    `one_queue_a_rank`, by the queue when it gets there. What can run never depends on timing, so one walk decides.
-    """
-    return _Walk(schedule, one_queue_a_rank).run()
-
-
-class _Walk:
-    def __init__(self, schedule: Schedule, one_queue_a_rank: bool) -> None:
-        self.schedule = schedule
-        self.one_queue = one_queue_a_rank
-        self.position = [0] * schedule.pp_size
-        self.available: set[Message] = set()
-        self.posted: set[Message] = set()
-        self.queues: dict[tuple[int, int], list[tuple[int, Op]]] = defaultdict(list)
-        self.heads: dict[tuple[int, int], int] = defaultdict(int)
-        self.waiting: dict[Message, tuple[int, int]] = {}
-        self.sleepers: dict[Message, int] = {}
-        self.awake = list(range(schedule.pp_size))
-
-    def run(self) -> dict[int, int]:
-        while self.awake:
-            self._walk(self.awake.pop())
-        blocked = {rank: at for rank, at in enumerate(self.position) if at < len(self.schedule.ranks[rank])}
-        for (rank, _), queue in self.queues.items():
-            head = self.heads[rank, _]
-            if head < len(queue):
-                blocked.setdefault(rank, queue[head][0])
-        return blocked
-
-    def _walk(self, rank: int) -> None:
-        program, num_stages = self.schedule.ranks[rank], self.schedule.placement.num_stages
-        while self.position[rank] < len(program):
-            op = program[self.position[rank]]
-            if op.kind in COMMUNICATION:
-                self._enqueue(rank, op)
-            else:
-                need = need_of(op, num_stages)
-                if need is not None and need not in self.available:
-                    self.sleepers[need] = rank
-                    return
-                result = result_of(op, num_stages)
-                if result is not None and self.schedule.placement.is_local(result.source, result.destination):
-                    self._arrived(result)
-            self.position[rank] += 1
-
-    def _enqueue(self, rank: int, op: Op) -> None:
-        message = message_of(op)
-        if op.kind in RECVS and not self.one_queue:
-            self._post(message)
-            return
-        queue = (rank, -1) if self.one_queue else channel_of(message, self.schedule.placement)
-        self.queues[queue].append((self.position[rank], op))
-        self._drain(queue)
-
-    def _post(self, message: Message) -> None:
-        self.posted.add(message)
-        if message in self.waiting:
-            self._drain(self.waiting.pop(message))
-
-    def _drain(self, queue: tuple[int, int]) -> None:
-        entries = self.queues[queue]
-        while self.heads[queue] < len(entries):
-            _, op = entries[self.heads[queue]]
-            message = message_of(op)
-            if op.kind in SENDS and message not in self.posted:
-                self.waiting[message] = queue
-                return
-            self.heads[queue] += 1
-            if op.kind in SENDS:
-                self._arrived(message)
-            else:
-                self._post(message)
-
-    def _arrived(self, message: Message) -> None:
-        self.available.add(message)
-        sleeper = self.sleepers.pop(message, None)
-        if sleeper is not None:
-            self.awake.append(sleeper)
 
 
 def _posted_receives(schedule: Schedule, rank: int) -> int:

@@ -40,10 +40,13 @@ class Channels(Protocol):
         """Block until a posted message is here, and give it away."""
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Start to send; never blocks. The tensors are kept alive until they are sent, and no longer."""
+        """Start to send; never blocks. The tensors are kept alive until they are sent."""
 
     def finish(self) -> None:
         """Block until everything is sent."""
+
+    def abandon(self) -> None:
+        """After a failed run: messages may be under way that nobody waits for, so every later call raises RuntimeError."""
 
 
 def channel_pairs(placement: Placement) -> list[tuple[int, int]]:
@@ -60,9 +63,15 @@ class Transport:
     """What outlives a plan: the groups and the send queues of one rank of a pipeline."""
 
     def __init__(self, placement: Placement, pipeline_group: dist.ProcessGroup, device: torch.device) -> None:
-        """Collective over `pipeline_group`, whose ranks are the placement's ranks in order."""
+        """Collective over `pipeline_group`, whose ranks are the placement's ranks in order.
+
+        Raises ValueError where their numbers differ.
+        """
         self.device = device
+        self.abandoned = False
         self._ranks = dist.get_process_group_ranks(pipeline_group)
+        if len(self._ranks) != placement.pp_size:
+            raise ValueError(f"the placement has {placement.pp_size} ranks, the pipeline's group {len(self._ranks)}")
         self._is_gloo = dist.get_backend(pipeline_group) == "gloo"
         self._groups = self._make_groups(placement, pipeline_group)
         self._senders: dict[int, _WaitingSender | _PollingSender] = {}
@@ -84,10 +93,12 @@ class Transport:
         }
 
     def start_receive(self, pair: tuple[int, int], buffer: Tensor, tag: int) -> dist.Work:
+        self._check_usable()
         return dist.irecv(buffer, self._ranks[pair[0]], group=self._groups[pair], tag=tag)
 
     def start_send(self, pair: tuple[int, int], tensor: Tensor, tag: int) -> None:
-        """Start to send; the tensor is kept alive until it is sent, and no longer."""
+        """Start to send; the tensor is kept alive until it is sent."""
+        self._check_usable()
         if pair[1] not in self._senders:
             self._senders[pair[1]] = _WaitingSender(f"send to {pair[1]}") if self._is_gloo else _PollingSender()
         tensor = tensor.contiguous()
@@ -96,8 +107,25 @@ class Transport:
 
     def finish(self) -> None:
         """Block until everything is sent."""
+        self._check_usable()
         for sender in self._senders.values():
             sender.finish()
+
+    def close(self) -> None:
+        """End the threads and groups that this object made; collective where the backend is NCCL."""
+        for sender in self._senders.values():
+            sender.close()
+        self._senders.clear()
+        if not self._is_gloo:
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _check_usable(self) -> None:
+        if self.abandoned:
+            raise RuntimeError(
+                "an iteration failed before, and its messages may still be under way: start the ranks anew"
+            )
 
 
 class DistributedChannels:
@@ -136,6 +164,10 @@ class DistributedChannels:
         if self._posted:
             raise RuntimeError(f"receives are left over: {sorted(self._posted)}")
         self._transport.finish()
+
+    def abandon(self) -> None:
+        self._posted.clear()
+        self._transport.abandoned = True
 
     def _tag(self, message: Message, index: int) -> int:
         """A number that no other tensor of this plan has between the same two ranks."""
@@ -178,6 +210,9 @@ class _WaitingSender:
         done.wait()
         self._raise_failure()
 
+    def close(self) -> None:
+        self._queue.put((None, None))
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -185,6 +220,8 @@ class _WaitingSender:
     def _run(self) -> None:
         while True:
             work, held = self._queue.get()
+            if held is None:
+                return
             try:
                 if work is None:
                     held.set()
@@ -197,7 +234,8 @@ class _WaitingSender:
 
 
 class _PollingSender:
-    """Send queue of one NCCL channel: waiting there would stall the compute stream, so finished sends are let go at the next."""
+    """Send queue of one NCCL channel: waiting there would stall the compute stream, so what is sent is let go at the next
+    send or at the end."""
 
     def __init__(self) -> None:
         self._held: list[tuple[dist.Work, Tensor]] = []
@@ -209,4 +247,7 @@ class _PollingSender:
     def finish(self) -> None:
         for work, _ in self._held:
             work.wait()
+        self._held.clear()
+
+    def close(self) -> None:
         self._held.clear()

@@ -20,7 +20,8 @@ class ForwardStepChunk:
 
     `model` is whatever `forward_step_func` wants; `set_input_tensor` is looked for through wrappers' `module`s.
     The loss is divided by the number of microbatches (and by the number of tokens where the loss function returns that), so
-    that gradients are those of the mean.
+    that gradients are those of the mean. Raises ValueError where no module has `set_input_tensor`, and when called out of
+    microbatch order, since the data iterator can only go on.
     """
 
     def __init__(
@@ -38,8 +39,12 @@ class ForwardStepChunk:
         self._set_input_tensor = _find(model, "set_input_tensor")
         self._is_last = is_last
         self._num_microbatches = num_microbatches
+        self._next_microbatch = 0
 
     def __call__(self, microbatch: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Loss:
+        if microbatch != self._next_microbatch:
+            raise ValueError(f"forward of microbatch {microbatch}, but the data iterator is at {self._next_microbatch}")
+        self._next_microbatch = (microbatch + 1) % self._num_microbatches
         self._set_input_tensor(list(inputs) or [None])
         output, loss_function = self._forward_step(self._data_iterator, self._model)
         # The model would keep the last input alive until its next forward.
@@ -49,7 +54,7 @@ class ForwardStepChunk:
     def _loss(self, result: tuple) -> Loss:
         value, *num_tokens, report = result
         if num_tokens:
-            value = value / torch.clamp(num_tokens[0], min=1)
+            value = value / torch.as_tensor(num_tokens[0]).clamp(min=1)
         return Loss(value=value / self._num_microbatches, report=_detached(report))
 
 
@@ -67,6 +72,8 @@ def _detached(report: Any) -> Any:
         return report.detach()
     if isinstance(report, dict):
         return {key: _detached(value) for key, value in report.items()}
+    if isinstance(report, tuple) and hasattr(report, "_fields"):
+        return type(report)(*map(_detached, report))
     if isinstance(report, (list, tuple)):
         return type(report)(map(_detached, report))
     return report

@@ -36,8 +36,8 @@ class TrainingIteration:
     """Runs one rank's program of a lowered schedule.
 
     `chunks[c]` computes the rank's chunk c. All state of a run is gone when it ends. Nothing here asks which schedule
-    it is: each kind of op has one handler. Raises ValueError for ops that no handler knows, and for a schedule without
-    messages.
+    it is: each kind of op has one handler. Raises ValueError for ops that no handler knows, for sequence splits, and for a
+    schedule without messages.
     """
 
     def __init__(
@@ -52,13 +52,14 @@ class TrainingIteration:
     ) -> None:
         if not schedule.lowered:
             raise ValueError(f"schedule {schedule.name!r} has no messages yet: run the communication pass first")
+        if schedule.num_sequence_splits != 1:
+            raise ValueError(f"schedule {schedule.name!r} splits sequences, which this runtime cannot do yet")
         if len(chunks) != schedule.placement.chunks_per_rank:
             raise ValueError(
                 f"schedule {schedule.name!r} needs {schedule.placement.chunks_per_rank} chunks a rank, got {len(chunks)}"
             )
         self.schedule = schedule
         self.ops = schedule.ranks[rank]
-        self.handlers = self._handlers()
         unknown = sorted({op.kind for op in self.ops} - self.handlers.keys())
         if unknown:
             raise ValueError(f"schedule {schedule.name!r} has ops that this runtime cannot run: {', '.join(unknown)}")
@@ -72,18 +73,6 @@ class TrainingIteration:
         self._results: dict[Message, tuple[Tensor, ...]] = {}
         self._reports: dict[int, Any] = {}
 
-    def _handlers(self) -> Mapping[OpKind, Callable[[Op], None]]:
-        return {
-            OpKind.F: self._forward,
-            OpKind.B: self._backward_input,
-            OpKind.W: self._backward_weight,
-            OpKind.BW: self._backward,
-            OpKind.SEND_FORWARD: self._send,
-            OpKind.RECV_FORWARD: self._post_receive,
-            OpKind.SEND_BACKWARD: self._send,
-            OpKind.RECV_BACKWARD: self._post_receive,
-        }
-
     def run(self, iteration: int) -> list[Any]:
         """Run the program once.
 
@@ -94,7 +83,7 @@ class TrainingIteration:
         try:
             with torch.set_grad_enabled(self._trains):
                 for op in self.ops:
-                    self.handlers[op.kind](op)
+                    self.handlers[op.kind](self, op)
             self._channels.finish()
         except BaseException:
             self._forget()
@@ -107,7 +96,8 @@ class TrainingIteration:
         return len(self._graphs) + len(self._results) + self._weight_grads.num_waiting()
 
     def _forget(self) -> None:
-        """Let go of what a failed run held."""
+        """Let go of what a failed run held; its messages can't be called back, so its channels are of no more use."""
+        self._channels.abandon()
         self._graphs.clear()
         self._results.clear()
         self._reports.clear()
@@ -120,18 +110,37 @@ class TrainingIteration:
         graph = ChunkGraph() if self._trains else None
         if graph is not None:
             inputs = graph.enter(inputs)
-        outputs = self._chunks[op.chunk](op.microbatch, inputs)
+        result = self._chunks[op.chunk](op.microbatch, inputs)
         # Inputs are freed here unless the graph saved them.
         del inputs
-        if isinstance(outputs, Loss):
-            self._reports[op.microbatch] = outputs.report
-            outputs = (outputs.value,)
+        outputs = self._checked(result, op)
+        if isinstance(result, Loss):
+            self._reports[op.microbatch] = result.report
+        # Else the output would outlive its SEND.
+        del result
         if graph is not None:
             outputs = graph.leave(outputs)
             self._graphs[op.unit] = graph
         self._give(result_of(op, self.schedule.placement.num_stages), outputs)
 
+    def _checked(self, result: Any, op: Op) -> tuple[Tensor, ...]:
+        """The tensors that leave a chunk; TypeError or ValueError when it returns what its stage may not."""
+        if op.stage == self.schedule.placement.num_stages - 1:
+            if not isinstance(result, Loss):
+                raise TypeError(f"the last stage's chunk must return a Loss, got {type(result).__name__}")
+            if result.value.dim():
+                raise ValueError(f"the last stage's loss must be a scalar, got shape {tuple(result.value.shape)}")
+            return (result.value,)
+        if not (isinstance(result, tuple) and all(isinstance(tensor, Tensor) for tensor in result)):
+            raise TypeError(
+                f"the chunk of stage {op.stage} must return a tuple of tensors, got {type(result).__name__}"
+            )
+        return result
+
     def _backward(self, op: Op) -> None:
+        if self._dropout_keys is not None:
+            # A checkpointed layer draws its masks again.
+            self._dropout_keys.enter(self._iteration, op.microbatch, op.sequence_split)
         gradients = self._take(need_of(op, self.schedule.placement.num_stages))
         input_gradients = self._graphs.pop(op.unit).backward(gradients)
         self._give(result_of(op, self.schedule.placement.num_stages), input_gradients)
@@ -162,3 +171,15 @@ class TrainingIteration:
         """Keep a result until its SEND, or until the next stage on this rank takes it."""
         if result is not None:
             self._results[result] = tensors
+
+    # Of the class, not of an object: bound methods would make each iteration a cycle that only the collector frees.
+    handlers: Mapping[OpKind, Callable[["TrainingIteration", Op], None]] = {
+        OpKind.F: _forward,
+        OpKind.B: _backward_input,
+        OpKind.W: _backward_weight,
+        OpKind.BW: _backward,
+        OpKind.SEND_FORWARD: _send,
+        OpKind.RECV_FORWARD: _post_receive,
+        OpKind.SEND_BACKWARD: _send,
+        OpKind.RECV_BACKWARD: _post_receive,
+    }

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from megatron.pipeline_parallel.runtime.weight_grad import SplitLinear, WeightGradStore
+from megatron.pipeline_parallel.runtime.weight_grad import SplitLinear, WeightGradStore, can_split
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,7 +37,7 @@ def _split_forward_impl(
     tp_group: Any,
     **others: Any,
 ) -> Tensor:
-    if not (weight.requires_grad and torch.is_grad_enabled()):
+    if not can_split(weight):
         return core_forward_impl(
             input=input,
             weight=weight,
@@ -56,8 +56,13 @@ def _split_forward_impl(
 
 
 def split_parallel_linears(module: nn.Module, store: WeightGradStore) -> int:
-    """Make every Column/RowParallelLinear in `module` defer its weight gradient to `store`; returns how many there are."""
+    """Make every Column/RowParallelLinear in `module` defer its weight gradient to `store`; returns how many there are.
+
+    Raises ValueError where a layer is split already.
+    """
     linears = [layer for layer in module.modules() if isinstance(layer, (ColumnParallelLinear, RowParallelLinear))]
     for layer in linears:
+        if "_forward_impl" in vars(layer):
+            raise ValueError(f"{layer} has a _forward_impl of its own: it is split already")
         layer._forward_impl = partial(_split_forward_impl, layer._forward_impl, store)
     return len(linears)

@@ -1,38 +1,24 @@
-"""From a schedule's name to one plan that all ranks share."""
+"""One plan for all ranks."""
 
 import torch.distributed as dist
 
-from megatron.pipeline_parallel.planning.builders import Problem, build
-from megatron.pipeline_parallel.planning.costs import CostModel
 from megatron.pipeline_parallel.planning.op import Schedule
-from megatron.pipeline_parallel.planning.passes.communication import add_communication, forward_only
-from megatron.pipeline_parallel.planning.validate import validate
-
-
-def make_plan(name: str, problem: Problem, *, evaluates: bool = False) -> Schedule:
-    """A validated program with messages. ValueError on a name or sizes that cannot be scheduled."""
-    schedule = build(name, problem)
-    if evaluates:
-        schedule = forward_only(schedule)
-    costs = CostModel.uniform(schedule.placement)
-    program = add_communication(schedule, costs)
-    validate(program)
-    return program
 
 
 def share_plan(plan: Schedule | None, group: dist.ProcessGroup) -> Schedule:
-    """Rank 0's plan on every rank of `group`; collective. Raises RuntimeError when ranks hold different plans afterwards.
+    """The plan of `group`'s first rank on all of its ranks; collective. `plan` is read on that rank only.
 
-    `plan` is read on the group's first rank only.
+    Raises ValueError where that rank has none, RuntimeError where what a rank reads is not what was sent.
     """
-    texts = [plan.to_text() if plan is not None else ""]
     source = dist.get_process_group_ranks(group)[0]
-    dist.broadcast_object_list(texts, src=source, group=group)
-    shared = plan if dist.get_rank() == source and plan is not None else Schedule.from_text(texts[0])
-    digests: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(digests, shared.digest, group=group)
-    if len(set(digests)) != 1:
+    if plan is None and dist.get_rank() == source:
+        raise ValueError("the first rank has no plan to share")
+    sent = [plan.to_text(), plan.digest] if plan is not None else [None, None]
+    dist.broadcast_object_list(sent, src=source, group=group)
+    text, digest = sent
+    shared = Schedule.from_text(text)
+    if shared.digest != digest:
         raise RuntimeError(
-            f"ranks hold different plans of {shared.name!r}: digests {[digest[:12] for digest in digests]}"
+            f"the plan {shared.name!r} has digest {shared.digest[:12]} here and {digest[:12]} on rank {source}"
         )
     return shared

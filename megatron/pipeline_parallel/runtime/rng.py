@@ -14,28 +14,30 @@ from torch import nn
 
 def keyed_seed(*key: int | str) -> int:
     """A seed of 63 well-mixed bits for a key: the CPU's generator uses only the low 32 of them."""
-    text = ",".join(map(str, key)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_default_generator(*key: int | str) -> None:
-    """Seed the generator that dropout draws from: the current CUDA device's where there is one, else the CPU's."""
+    """Seed the CPU's default generator, which initial weights are drawn from, and the current CUDA device's where there is one."""
+    seed = keyed_seed(*key)
+    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(keyed_seed(*key))
-    else:
-        torch.default_generator.manual_seed(keyed_seed(*key))
+        torch.cuda.manual_seed(seed)
 
 
 class DropoutKeys:
-    """Seeds the dropout of guarded layers; the runtime says where it is with `enter` before each forward."""
+    """Seeds the dropout of guarded layers; the runtime says where it is with `enter` before each forward and backward."""
 
-    def __init__(self, seed: int, *, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> None:
+    def __init__(
+        self, seed: int, *, data_parallel_rank: int = 0, data_parallel_size: int = 1, tensor_parallel_rank: int = 0
+    ) -> None:
         self.seed = seed
+        self._tensor_parallel_rank = tensor_parallel_rank
         self._data_parallel = (data_parallel_rank, data_parallel_size)
         self._where = (0, 0, 0)
 
     def enter(self, iteration: int, microbatch: int, sequence_split: int = 0) -> None:
-        """Say which microbatch of this rank runs next."""
+        """Say which microbatch of this rank runs next; in its backward, layers may be recomputed."""
         rank, size = self._data_parallel
         self._where = (iteration, microbatch * size + rank, sequence_split)
 
@@ -44,6 +46,6 @@ class DropoutKeys:
 
         def seed(module: nn.Module, *_: Any) -> None:
             if module.training:
-                seed_default_generator(self.seed, *self._where, layer)
+                seed_default_generator(self.seed, *self._where, layer, self._tensor_parallel_rank)
 
         module.register_forward_pre_hook(seed, with_kwargs=True)

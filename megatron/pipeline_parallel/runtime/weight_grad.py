@@ -20,8 +20,10 @@ class PendingGrad(NamedTuple):
     def compute(self) -> None:
         """One mm, then one add into the accumulator; addmm would round differently from the unsplit backward."""
         with torch.no_grad():
-            gradient = self.output_grad.flatten(0, -2).t().mm(self.input.flatten(0, -2))
-            accumulate(self.weight, gradient)
+            output_grad = self.output_grad.reshape(-1, self.output_grad.size(-1))
+            # Under autocast the product is taken in the output's type, whatever the saved input's is.
+            input = self.input.reshape(-1, self.input.size(-1)).to(output_grad.dtype)
+            accumulate(self.weight, output_grad.t().mm(input).to(self.weight.dtype))
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
@@ -65,14 +67,12 @@ class WeightGradStore:
         else:
             self._collecting.append(pending)
 
-    def compute(self, key: Hashable) -> int:
-        """Compute what waits under `key`, dropping each layer's tensors as it is done; returns how many there were."""
+    def compute(self, key: Hashable) -> None:
+        """Compute what waits under `key`, dropping each layer's tensors as it is done. KeyError for a key never collected."""
         queue = self._waiting.pop(key)
-        count = len(queue)
         queue.reverse()
         while queue:
             self._compute(queue.pop())
-        return count
 
     def _compute(self, pending: PendingGrad) -> None:
         self.num_computed += 1
@@ -94,22 +94,39 @@ class SplitLinear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, linear: Callable
     ) -> Tensor:
-        ctx.save_for_backward(input, weight)
+        ctx.save_for_backward(input)
+        # Not saved for backward: W writes into this very parameter, and a saved-tensor hook (recompute, offload) gives back
+        # another tensor. Its check for in-place changes is made here instead.
+        ctx.weight, ctx.weight_version = weight, weight._version
         ctx.store = store
         return linear(input, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        input, weight = ctx.saved_tensors
-        input_grad = output_grad.matmul(weight) if ctx.needs_input_grad[0] else None
-        bias_grad = output_grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        (input,), weight = ctx.saved_tensors, ctx.weight
+        if weight._version != ctx.weight_version:
+            raise RuntimeError("a linear layer's weight was changed in place between its forward and its backward")
+        input_grad = bias_grad = None
+        if ctx.needs_input_grad[0]:
+            input_grad = output_grad.matmul(weight.to(output_grad.dtype)).to(input.dtype)
+        if ctx.needs_input_grad[2]:
+            bias_grad = output_grad.reshape(-1, output_grad.size(-1)).sum(0)
         ctx.store.put(weight, input, output_grad)
         return input_grad, None, bias_grad, None, None
 
 
+def can_split(weight: Tensor) -> bool:
+    """Whether a weight's gradient can be accumulated by W.
+
+    It needs one now, and it is the parameter itself: one that is computed (weight norm, pruning) gets its gradient through
+    the graph, in B.
+    """
+    return weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
+
+
 def _split_forward(module: nn.Linear, store: WeightGradStore, input: Tensor) -> Tensor:
-    if not (module.weight.requires_grad and torch.is_grad_enabled()):
+    if not can_split(module.weight):
         return nn.functional.linear(input, module.weight, module.bias)
     return SplitLinear.apply(input, module.weight, module.bias, store, nn.functional.linear)
 
@@ -118,9 +135,11 @@ def split_linears(module: nn.Module, store: WeightGradStore) -> int:
     """Make every `nn.Linear` in `module` defer its weight gradient to `store`; returns how many there are.
 
     Each instance's `forward` is replaced, nothing global. Subclasses of `nn.Linear` keep their own forward, and so their
-    whole backward in B, since they may compute something else.
+    whole backward in B, since they may compute something else. Raises ValueError where a layer is split already.
     """
     linears = [layer for layer in module.modules() if type(layer) is nn.Linear]
     for layer in linears:
+        if "forward" in vars(layer):
+            raise ValueError(f"{layer} has a forward of its own: it is split already, or was changed by someone else")
         layer.forward = partial(_split_forward, layer, store)
     return len(linears)

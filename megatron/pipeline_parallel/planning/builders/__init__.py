@@ -10,6 +10,14 @@ Messages, validation, simulation and the runtime follow from the order.
 
 # Importing a family registers its schedules.
 from megatron.pipeline_parallel.planning.builders import straight  # noqa: F401
-from megatron.pipeline_parallel.planning.builders.registry import Builder, Orders, Problem, build, names, schedule
+from megatron.pipeline_parallel.planning.builders.registry import (
+    Builder,
+    Orders,
+    Problem,
+    build,
+    names,
+    placement,
+    schedule,
+)
 
-__all__ = ["Builder", "Orders", "Problem", "build", "names", "schedule"]
+__all__ = ["Builder", "Orders", "Problem", "build", "names", "placement", "schedule"]

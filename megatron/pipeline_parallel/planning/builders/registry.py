@@ -61,18 +61,21 @@ def names() -> list[str]:
     return list(_BUILDERS)
 
 
-def build(name: str, problem: Problem) -> Schedule:
-    """The compute order of a schedule. ValueError on an unknown name or on sizes that the schedule does not have."""
+def placement(name: str, problem: Problem) -> Placement:
+    """Where a schedule puts its stages. ValueError on an unknown name or on sizes that the schedule does not have."""
     if name not in _BUILDERS:
         raise ValueError(f"unknown schedule {name!r}; built: {', '.join(names())}")
-    builder = _BUILDERS[name]
     try:
-        placement = builder.placement(problem)
+        return _BUILDERS[name].placement(problem)
     except ValueError as error:
         raise ValueError(f"schedule {name!r} has {error}") from None
+
+
+def build(name: str, problem: Problem) -> Schedule:
+    """The compute order of a schedule. ValueError as from `placement`."""
     return Schedule(
         name=name,
-        placement=placement,
+        placement=placement(name, problem),
         num_microbatches=problem.num_microbatches,
-        ranks=tuple(map(tuple, builder.order(problem))),
+        ranks=tuple(map(tuple, _BUILDERS[name].order(problem))),
     )

@@ -14,10 +14,10 @@ Key = tuple[float, int]
 def add_communication(schedule: Schedule, costs: CostModel) -> Schedule:
     """Put a SEND right behind each op whose result another rank needs, and its RECV where it is needed.
 
-    A RECV stands at the last op boundary that its rank reaches before the message is made, by the times of `costs`: no
-    earlier, since it occupies a buffer from there, and no later, since the sender would wait. As each RECV is then
-    posted before its SEND in one order that all ranks share, the program cannot stick, not even if a SEND blocked its
-    whole rank. Stages that share a rank hand over locally and get no messages.
+    A RECV stands at the last op boundary that its rank reaches before the message is made, by the times of `costs`: it
+    occupies a buffer from there, and a SEND whose RECV is not posted would hold up its channel. As each RECV is then posted
+    before its SEND in one order that all ranks share, the program cannot stick, not even if a SEND blocked its whole rank.
+    Stages that share a rank hand over locally and get no messages.
 
     Raises ValueError when `schedule` is lowered already, StuckError when its order cannot run.
     """
@@ -42,7 +42,7 @@ def add_communication(schedule: Schedule, costs: CostModel) -> Schedule:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The compute order that evaluates: a schedule's forwards alone, which save nothing."""
-    forwards = ([op._replace(saves_activation=True) for op in ops if op.kind == OpKind.F] for ops in schedule.ranks)
+    forwards = ([op._replace(saves_activation=False) for op in ops if op.kind == OpKind.F] for ops in schedule.ranks)
     return schedule.with_ranks(forwards, name=f"{schedule.name} (forward only)", lowered=False)
 
 

@@ -33,7 +33,7 @@ def random_schedule(rng: random.Random, placement: Placement, num_microbatches: 
     def can_run(op: Op) -> bool:
         in_order = op.microbatch == 0 or has_run((op.kind,), op.stage, op.microbatch - 1)
         if op.kind == OpKind.F:
-            return op.stage == 0 or has_run((OpKind.F,), op.stage - 1, op.microbatch)
+            return in_order and (op.stage == 0 or has_run((OpKind.F,), op.stage - 1, op.microbatch))
         if op.kind == OpKind.W:
             return in_order and has_run((OpKind.B,), op.stage, op.microbatch)
         gradient = op.stage == last or has_run((OpKind.B, OpKind.BW), op.stage + 1, op.microbatch)

@@ -57,6 +57,17 @@ def test_a_placement_fills_every_rank_and_chunk_once(stages):
         Placement(name="custom", stages=stages)
 
 
+@pytest.mark.parametrize("name", ["", "two words", "line\nbreak"])
+def test_a_placement_is_named_by_one_word(name):
+    with pytest.raises(ValueError, match="one word"):
+        Placement(name=name, stages=((0, 0),))
+
+
+def test_a_schedules_name_fits_one_line():
+    with pytest.raises(ValueError, match="one line"):
+        Schedule(name="two\nlines", placement=Placement.loop(1), num_microbatches=1, ranks=((),))
+
+
 def test_a_schedule_prints_and_parses_back():
     rng = random.Random(0)
     for _ in range(50):

@@ -112,6 +112,8 @@ def test_costs_for_another_number_of_stages_are_refused():
     schedule = build("1f1b", Problem(pp_size=2, num_microbatches=1))
     with pytest.raises(ValueError, match="costs are for 3 stages, the schedule has 2"):
         simulate(schedule, CostModel.uniform(Placement.loop(3)))
+    with pytest.raises(ValueError, match="'comm' is for 1 ranks, the schedule has 2"):
+        simulate(schedule, CostModel.uniform(Placement.loop(2), comm=((0.0,),)))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,7 @@ def test_costs_for_another_number_of_stages_are_refused():
         ({"w": (1.0, float("nan"))}, "'w' holds nan"),
         ({"comm": ((0.0, 1.0),)}, "square matrix"),
         ({"comm": float("inf")}, "'comm' holds inf"),
+        ({"comm": [1.0, 2.0]}, "square matrix"),
     ],
 )
 def test_costs_check_themselves(change, message):

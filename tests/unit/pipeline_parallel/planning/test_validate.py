@@ -7,8 +7,9 @@ from megatron.pipeline_parallel.planning.builders import Problem, build
 from megatron.pipeline_parallel.planning.costs import CostModel
 from megatron.pipeline_parallel.planning.dataflow import message_of, need_of
 from megatron.pipeline_parallel.planning.op import RECVS, SENDS, Op, OpKind, Placement, Schedule
-from megatron.pipeline_parallel.planning.passes.communication import add_communication
-from megatron.pipeline_parallel.planning.validate import ScheduleError, stuck, validate
+from megatron.pipeline_parallel.planning.passes.communication import add_communication, forward_only
+from megatron.pipeline_parallel.planning.simulate import StuckError, simulate
+from megatron.pipeline_parallel.planning.validate import ScheduleError, validate
 
 
 def program(name="zb-h1", p=3, m=4):
@@ -54,6 +55,13 @@ ORDER_FAULTS = [
     (2, swap("F 2.0 mb0 s0", "B 2.0 mb0 s0"), "B 2.0 mb0 s0 comes first"),
     (2, swap("W 2.0 mb2 s0", "W 2.0 mb3 s0"), "a stage's W go in microbatch order"),
     (0, put("R 0.0 mb0 s0", "B 0.0 mb0 s0"), "R 0.0 mb0 s0 comes after F"),
+    (0, swap("F 0.0 mb0 s0", "F 0.0 mb1 s0"), "a stage's F go in microbatch order"),
+    (2, put("W 2.0 mb3 s0 discard"), "only an F can throw its activation away"),
+    (
+        0,
+        lambda ops: [drop(f"{kind} 0.0 mb1 s0")(ops) for kind in "BW"],
+        "microbatch 1, sequence split 0 has no backward",
+    ),
 ]
 
 
@@ -131,11 +139,14 @@ def test_a_send_that_blocks_all_messages_of_its_rank_is_seen():
     for ops in ranks:
         post_at_the_last_moment(ops)
     late = lowered.with_ranks(ranks)
+    costs = CostModel.uniform(late.placement)
     # Rank 0 sends microbatch 1 before it posts the gradient of microbatch 0; rank 1 sends that gradient before it posts
     # microbatch 1.
-    assert stuck(late, one_queue_a_rank=False) == {}
-    assert set(stuck(late, one_queue_a_rank=True)) == {0, 1}
-    with pytest.raises(ScheduleError, match="deadlock with all messages of a rank in one queue"):
+    simulate(late, costs)
+    with pytest.raises(StuckError) as caught:
+        simulate(late, costs, one_queue_a_rank=True)
+    assert set(caught.value.blocked) == {0, 1}
+    with pytest.raises(ScheduleError, match="deadlock of the program with all messages of a rank in one queue"):
         validate(late)
 
 
@@ -185,14 +196,52 @@ def test_stages_that_share_a_rank_exchange_no_messages():
     assert {op.kind for op in lowered.ranks[0]} <= {OpKind.F, OpKind.B, OpKind.W, OpKind.BW}
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_receives_posted_at_once_are_few(name):
-    for p in (2, 4, 8):
-        _, lowered = program(name, p=p, m=4 * p)
-        assert max(validate(lowered).posted_receives) <= 2
+@pytest.mark.parametrize("name, most", [("gpipe", [2, 2, 2, 2]), ("1f1b", [1, 2, 2, 2]), ("zb-h1", [1, 2, 2, 2])])
+def test_receives_posted_at_once_are_counted(name, most):
+    _, lowered = program(name, p=4, m=16)
+    assert list(validate(lowered).posted_receives) == most
+
+
+def test_both_ends_of_the_summation_order_are_one_for_joint_and_split_backwards():
+    kinds = [OpKind.F, OpKind.F, OpKind.B, OpKind.W, OpKind.BW]
+    ops = tuple(Op(kind, 0, 0, microbatch) for kind, microbatch in zip(kinds, (0, 1, 1, 1, 0)))
+    with pytest.raises(
+        ScheduleError, match="BW 0.0 mb0 s0 comes after microbatch 1; a stage's B go in microbatch order"
+    ):
+        validate(Schedule(name="mixed", placement=Placement.loop(1), num_microbatches=2, ranks=(ops,)))
+
+
+def test_a_forward_that_throws_its_activation_away_has_its_recompute():
+    discarding = Op(OpKind.F, 0, 0, 0, 0, False)
+    later = [Op(kind, 0, 0, 0) for kind in (OpKind.R, OpKind.B, OpKind.W)]
+    for ops, fault in [
+        ((discarding, *later), None),
+        ((discarding, *later[1:]), "B 0.0 mb0 s0 comes after F"),
+        ((discarding, later[0]), "no backward"),
+    ]:
+        schedule = Schedule(name="recompute", placement=Placement.loop(1), num_microbatches=1, ranks=(ops,))
+        if fault is None:
+            validate(schedule)
+            continue
+        with pytest.raises(ScheduleError, match=fault):
+            validate(schedule)
+
+
+def test_faults_far_apart_are_both_shown():
+    schedule, _ = program(m=12)
+    with pytest.raises(ScheduleError) as caught:
+        validate(changed(schedule, 0, put("F 0.0 mb0 s0")))
+    assert str(caught.value).count(">F0.0<") == 2
 
 
 def test_a_lowered_schedule_is_not_lowered_again():
     _, lowered = program()
     with pytest.raises(ValueError, match="has its messages already"):
         add_communication(lowered, CostModel.uniform(lowered.placement))
+
+
+def test_an_evaluation_holds_nothing():
+    schedule, _ = program()
+    evaluation = forward_only(schedule)
+    validate(evaluation)
+    assert [simulate(evaluation, CostModel.uniform(evaluation.placement)).peak(rank) for rank in range(3)] == [0, 0, 0]

@@ -1,0 +1,20 @@
+"""From a schedule's name to a program that is proven to run."""
+
+from megatron.pipeline_parallel.planning.builders import Problem, build
+from megatron.pipeline_parallel.planning.costs import CostModel
+from megatron.pipeline_parallel.planning.op import Schedule
+from megatron.pipeline_parallel.planning.passes.communication import add_communication, forward_only
+from megatron.pipeline_parallel.planning.validate import validate
+
+
+def make_plan(name: str, problem: Problem, *, costs: CostModel | None = None, evaluates: bool = False) -> Schedule:
+    """A validated program with messages, placed by the times in `costs` (equal ones without).
+
+    With `evaluates`, of the schedule's forwards alone. ValueError on a name or sizes that cannot be scheduled.
+    """
+    schedule = build(name, problem)
+    if evaluates:
+        schedule = forward_only(schedule)
+    program = add_communication(schedule, costs or CostModel.uniform(schedule.placement))
+    validate(program)
+    return program
