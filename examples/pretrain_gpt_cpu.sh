@@ -14,7 +14,8 @@
 #   SCHEDULE=1f1b RUN_DIR=runs/gpt_1f1b bash examples/pretrain_gpt_cpu.sh --log-interval 1
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset CDPATH
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 PP="${PP:-2}"
 SCHEDULE="${SCHEDULE:-zb-h1}"

@@ -6,7 +6,8 @@
 #   bash tests/run.sh -k tokenizer -x     further arguments go to pytest
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset CDPATH
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 bash tools/environment.sh
 
 # Several ranks share the cores: one thread a process, or they only slow each other down.
@@ -14,4 +15,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export MKL_NUM_THREADS="${MKL_NUM_THREADS:-1}"
 export OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
 
-exec .venv/bin/python -m pytest tests "$@"
+exec .venv/bin/python -m pytest "$@"

@@ -8,7 +8,8 @@
 # interrupted starts over. Only the first call makes the environment: delete .venv to change its Python.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+unset CDPATH
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 python="${PYTHON:-python3}"
 venv="$root/.venv"
 venv_python="$venv/bin/python"
@@ -26,7 +27,9 @@ print(hashlib.sha256(b"\0".join(pathlib.Path(name).read_bytes() for name in sys.
 PYTHON
 }
 
-usable() { [[ ! -e "$unfinished" ]] && "$venv_python" -m pip --version >/dev/null 2>&1; }
+# A moved environment still starts its own Python, but its scripts point to where it was made.
+in_place() { [[ -f "$venv/.made-in" && "$(<"$venv/.made-in")" == "$root" ]]; }
+usable() { [[ ! -e "$unfinished" ]] && in_place && "$venv_python" -m pip --version >/dev/null 2>&1; }
 current() { usable && [[ -f "$stamp" && "$(<"$stamp")" == "$(wanted)" ]]; }
 
 make_venv() {
@@ -38,6 +41,7 @@ make_venv() {
         fail "'$python' lacks the venv module; on Debian and Ubuntu: apt-get install python3-venv"
     say "making .venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
+    echo "$root" >"$venv/.made-in"
 }
 
 install_project() {
@@ -45,7 +49,7 @@ install_project() {
     # pip takes a package whose files were half written for an installed one: until the stamp is there, start over.
     rm -f "$stamp"
     touch "$unfinished"
-    say "installing torch 2.13.0 (some minutes the first time)"
+    say "installing torch 2.13.0 (up to some hundred megabytes, some minutes the first time)"
     "${pip[@]}" torch==2.13.0 setuptools
     say "installing this project and what else it needs"
     # The pinned setuptools builds it, not whichever one is the newest on that day.

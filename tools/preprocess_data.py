@@ -235,7 +235,9 @@ class DatasetWriter:
 
     def __exit__(self, *_: object) -> None:
         for builder in self._builders:
-            builder.data_file.close()
+            # On a full disk closing fails too, and the files below still have to go.
+            with contextlib.suppress(OSError):
+                builder.data_file.close()
         for path in self._paths():
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path + PARTIAL)

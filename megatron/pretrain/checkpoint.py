@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -317,7 +318,7 @@ def _fill(
     if not load_optim:
         optimizer.reload_model_params()  # float32 copies would otherwise undo the load at the first step
         return
-    _check_schedule(folder, scheduler.state_dict(), loaded["opt_param_scheduler"])
+    _check_schedule(folder, scheduler.state_dict(), loaded["opt_param_scheduler"], loaded["state"])
     given = _hyperparameters(optimizer)
     optimizer.load_state_dict(loaded["optimizer"])
     saved = _hyperparameters(optimizer)
@@ -344,10 +345,30 @@ _SCHEDULE_FLAGS = {
 }
 
 
-def _check_schedule(folder: Path, given: dict[str, Any], saved: dict[str, Any]) -> None:
+def _check_schedule(folder: Path, given: dict[str, Any], saved: dict[str, Any], state: dict[str, Any]) -> None:
     for name, flags in _SCHEDULE_FLAGS.items():
-        if saved[name] != given[name]:
-            raise _unfit(folder, f"it was saved with {name} {saved[name]}, and this run has {given[name]}", flags)
+        if saved[name] == given[name]:
+            continue
+        if name == "lr_decay_steps" and state.get("consumed_train_samples"):
+            iterations = saved[name] * state["iteration"] // state["consumed_train_samples"]
+            flags = (
+                f"--lr-decay-iters {iterations}, which without it follows --train-iters, to go on with the same decay"
+            )
+        raise _unfit(folder, f"it was saved with {name} {saved[name]}, and this run has {given[name]}", flags)
+
+
+def check_writable(root: str | Path) -> None:
+    """Raise ConfigError on every rank where rank 0 can't write into the folder, which is made if need be."""
+
+    def write() -> None:
+        try:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+        except OSError as error:
+            raise ConfigError(_cannot_write(Path(root) / "checkpoints", error)) from error
+
+    _on_rank_zero(write)
 
 
 # Errors

@@ -234,13 +234,14 @@ class DataConfig:
     """data: text and tokenizer"""
 
     data_path: list[str] | None = None
-    """Indexed datasets to train on, as path prefixes without .bin and .idx: one PREFIX, or WEIGHT PREFIX pairs to mix several."""
+    """Indexed datasets to train on, as path prefixes without .bin and .idx: one PREFIX, WEIGHT PREFIX pairs to mix
+    several, or several PREFIX to mix them by their sizes."""
     split: str = "969, 30, 1"
     """Shares of the documents for training, validation and test, comma-separated; they need not sum to 1."""
     mock_data: bool = False
     """Train on generated tokens in place of --data-path."""
     data_cache_path: str | None = None
-    """Folder for the index files of datasets. Without it a folder beside each dataset."""
+    """Folder for the index files of datasets. Without it a folder beside the first dataset."""
     tokenizer_type: Literal["SentencePieceTokenizer", "NullTokenizer"] = "SentencePieceTokenizer"
     """What turned the text into tokens: a SentencePiece model, or nothing at all (numbers only)."""
     tokenizer_model: str | None = None
@@ -251,8 +252,6 @@ class DataConfig:
     """Processes a rank that load data ahead; 0 loads in the training process."""
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
-    reset_attention_mask: bool = False
-    """Keep tokens from attending across an end of document."""
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
 
@@ -297,7 +296,7 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Iterations between two checkpoints. Without it only the last iteration is saved."""
     no_load_optim: bool = False
-    """Load the weights without the optimizer's state."""
+    """Load the weights and the iteration without the optimizer's state; the learning rate goes on where it was."""
     finetune: bool = False
     """Load the weights alone and begin again at iteration 0, with a fresh optimizer."""
 
@@ -484,7 +483,10 @@ def _check_files(config: Config) -> None:
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
             raise ConfigError(f"{flag_name(name)} {path} is a file, and a folder is needed: give another path")
     # A first run with --save and --load of one folder finds nothing there yet, and the same command then resumes.
-    if checkpoint.load is not None and checkpoint.load != checkpoint.save and not os.path.isdir(checkpoint.load):
+    is_own_folder = checkpoint.save is not None and os.path.abspath(checkpoint.load or "") == os.path.abspath(
+        checkpoint.save
+    )
+    if checkpoint.load is not None and not is_own_folder and not os.path.isdir(checkpoint.load):
         raise ConfigError(
             f"--load {checkpoint.load} does not exist: check the path, or leave --load out for a fresh start"
         )

@@ -55,10 +55,6 @@ def build_datasets(
     barrier. Raises ConfigError before that, on every rank alike, where the files on disk can't be trained on.
     """
     data = config.data
-    if data.reset_attention_mask:
-        raise ConfigError(
-            "--reset-attention-mask is not built yet: attention is causal over the whole sample; leave it out"
-        )
     wanted = [Split(i) for i, count in enumerate(num_samples) if count > 0]
     blend = None if data.mock_data else split_blend(data.data_path)
     core_config = _core_config(config, tokenizer, blend)
@@ -90,7 +86,7 @@ def _core_config(
         path_to_cache=data.data_cache_path,
         tokenizer=tokenizer,
         reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
+        reset_attention_mask=False,
         eod_mask_loss=data.eod_mask_loss,
         # The attention core is causal by itself; a [seq, seq] mask a sample would only be carried about.
         create_attention_mask=False,
@@ -106,6 +102,14 @@ def _build(
     builder = BlendedMegatronDatasetBuilder(dataset_class, sizes, is_built_on_rank, core_config)
     try:
         train, valid, test = builder.build()
+    except AssertionError as error:
+        if core_config.blend is None or core_config.blend[1] is not None or len(core_config.blend[0]) == 1:
+            raise
+        # Core weighs datasets by their sizes, and refuses a share that it rounds to nothing.
+        raise ConfigError(
+            f"--data-path {' '.join(core_config.blend[0])}: one of these is too small to be mixed by size: give weights, as "
+            "WEIGHT PREFIX pairs"
+        ) from error
     except Exception as error:
         # Core wraps an OSError of its index files in a bare Exception; numpy has errors of its own for a file whose writer was
         # ended halfway. Anything else is a fault of the program and goes on as it is.
@@ -149,8 +153,12 @@ def read_index(prefix: str) -> DatasetIndex:
     remedy = "make the dataset again with tools/preprocess_data.py"
     header = struct.Struct("<9sQBQQ")
     size = os.path.getsize(idx_path)
-    with open(idx_path, "rb") as file:
-        start = file.read(header.size)
+    for path in (bin_path, idx_path):
+        try:
+            with open(path, "rb") as file:
+                start = file.read(header.size)
+        except OSError as error:
+            raise ConfigError(f"--data-path {prefix}: {path} can't be read ({error.strerror})") from error
     if len(start) < header.size or not start.startswith(b"MMIDIDX\x00\x00"):
         raise ConfigError(f"--data-path {prefix}: {idx_path} is not the index of a Megatron dataset; {remedy}")
     _, version, code, num_sequences, num_documents = header.unpack(start)
@@ -257,17 +265,15 @@ class SequentialBatches:
         micro_batch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
-        drop_last: bool,
     ) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size and micro_batch_size > 0 and consumed_samples >= 0
         self._num_samples, self._consumed_samples = num_samples, consumed_samples
         self._group_size = micro_batch_size * data_parallel_size
         self._first, self._micro_batch_size = data_parallel_rank * micro_batch_size, micro_batch_size
-        self._drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
         for start in range(self._consumed_samples, self._num_samples, self._group_size):
-            if self._drop_last and start + self._group_size > self._num_samples:
+            if start + self._group_size > self._num_samples:
                 return
             begin = start + self._first
             batch = list(range(begin, min(begin + self._micro_batch_size, self._num_samples)))
@@ -282,7 +288,6 @@ def batch_iterator(
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
-    drop_last: bool = True,
     num_workers: int = 0,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this rank's microbatches as dicts of tensors [micro batch, seq_length], from sample `consumed_samples` on.
@@ -297,7 +302,6 @@ def batch_iterator(
         micro_batch_size=micro_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
-        drop_last=drop_last,
     )
     loader = DataLoader(
         dataset,

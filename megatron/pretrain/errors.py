@@ -9,6 +9,10 @@ PROGRAM = "pretrain_gpt.py"
 """What messages of the training program begin with."""
 
 
+class TrainingError(Exception):
+    """A run that can't go on though nobody made a mistake, such as a loss that is not a number: said in one line, status 1."""
+
+
 class ConfigError(ValueError):
     """A mistake in what the user gave: a flag, a file, or a combination of both.
 

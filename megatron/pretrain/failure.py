@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from megatron.pretrain.errors import PROGRAM, ConfigError
+from megatron.pretrain.errors import PROGRAM, ConfigError, TrainingError
 
 _COURTESY_S = 1.0
 """How long the rank that spoke waits for the others to find out, as it may be the one that keeps the store."""
@@ -22,7 +22,8 @@ def run_rank(
 ) -> None:
     """Run `main` on this rank; where it fails, say why once for all ranks and end the process.
 
-    A ConfigError is said in one line and ends with status 2, anything else with its traceback and 1. Once torch.distributed
+    A ConfigError is said in one line and ends with status 2, a TrainingError in one line and 1, anything else with its
+    traceback and 1, Ctrl-C at once with 130. Once torch.distributed
     runs, the first rank that fails speaks, and the others, which mostly fail because of it, stay silent. Before that all
     ranks may have met the same mistake: rank 0 speaks at once, another only if it still lives after `patience_s`. A rank
     that has nothing to say waits so long before it ends, since a launcher kills everyone at the first end.
@@ -30,7 +31,11 @@ def run_rank(
     stderr = stderr or sys.stderr
     try:
         main()
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:
+        if environ.get("RANK", "0") == "0":
+            print(f"{PROGRAM}: interrupted", file=stderr, flush=True)
+        _end(130, at_once=_running_distributed() is not None)
+    except Exception as error:
         distributed = _running_distributed()
         if distributed is None:
             if environ.get("RANK", "0") != "0":
@@ -76,7 +81,7 @@ def _store(distributed: Any) -> Any:
 
 def _report(error: BaseException, environ: Mapping[str, str], stderr: TextIO) -> None:
     rank = environ.get("RANK", "0")
-    if isinstance(error, ConfigError):
+    if isinstance(error, (ConfigError, TrainingError)):
         print(f"{PROGRAM}: error: {' '.join(str(error).splitlines())}", file=stderr, flush=True)
         return
     traceback.print_exception(error, file=stderr)

@@ -20,7 +20,7 @@ from megatron.pretrain.errors import PROGRAM, ConfigError, did_you_mean, flag_na
 
 KNOWN_ELSEWHERE = frozenset(
     """
-    --tensor-model-parallel-size --sequence-parallel --context-parallel-size --expert-model-parallel-size
+    --reset-attention-mask --tensor-model-parallel-size --sequence-parallel --context-parallel-size --expert-model-parallel-size
     --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-layout
     --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split
     --account-for-loss-in-pipeline-split --overlap-p2p-communication --no-overlap-p2p-communication

@@ -38,6 +38,7 @@ def process_groups(config: Config, placement: Placement) -> Iterator[None]:
             pipeline_model_parallel_size=config.pipeline.pipeline_model_parallel_size,
             get_embedding_ranks=embedding_ranks(placement),
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=config.training.distributed_timeout_minutes,
         )
         # Core's parallel layers expect named random states; dropout itself is keyed by the engine.
         model_parallel_cuda_manual_seed(config.training.seed)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TextIO
 
-from megatron.pretrain.errors import missing_package
+from megatron.pretrain.errors import ConfigError, missing_package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class IterationRecord:
 
 def perplexity(loss: float) -> float:
     """exp(loss), with the loss cut at 20 as Megatron does, so that a diverged run prints a number."""
-    return math.exp(min(20.0, loss))
+    return math.exp(min(loss, 20.0))
 
 
 def validation_line(iteration: int, loss: float, dataset: str = "validation") -> str:
@@ -88,7 +88,7 @@ class TrainingLog:
         """
         self._train_iters = train_iters
         self._log_interval = log_interval
-        self._enabled = enabled
+        self.enabled = enabled
         self._stream = stream or sys.stdout
         self._clock = clock
         self._now = now
@@ -111,7 +111,7 @@ class TrainingLog:
 
         `skipped`: the optimizer took no step. Such a loss, or one that is not finite, is counted and left out of the mean.
         """
-        if not self._enabled:
+        if not self.enabled:
             return
         self._interval.add(loss, skipped)
         self._scalars(
@@ -143,7 +143,7 @@ class TrainingLog:
 
     def validation(self, iteration: int, loss: float, dataset: str = "validation") -> None:
         """Write the result of one evaluation, framed by dashes as Megatron's is."""
-        if not self._enabled:
+        if not self.enabled:
             return
         text = validation_line(iteration, loss, dataset)
         frame = "-" * len(text)
@@ -161,7 +161,7 @@ class TrainingLog:
 
     def line(self, text: str) -> None:
         """Write a line of any kind, above the bar where there is one."""
-        if not self._enabled:
+        if not self.enabled:
             return
         if self._bar is None:
             print(text, file=self._stream)
@@ -220,7 +220,10 @@ def open_summary_writer(folder: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter  # here: it is optional, and slow to import
     except ImportError:
         raise missing_package("tensorboard", "--tensorboard-dir") from None
-    return SummaryWriter(log_dir=folder)
+    try:
+        return SummaryWriter(log_dir=folder)
+    except OSError as error:
+        raise ConfigError(f"--tensorboard-dir {folder} can't be written ({error}): give another folder") from error
 
 
 def _open_bar(terminal: TextIO, train_iters: int, start_iteration: int) -> Any:

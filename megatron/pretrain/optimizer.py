@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.pretrain.config import Config, decay_iters, warmup_iters
+from megatron.pretrain.config import Config, decay_iters, global_batch_size, warmup_iters
 
 
 def build_optimizer(
@@ -51,9 +50,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Warmup and decay in samples. A resumed run must be told the same schedule as the run that saved."""
     settings = config.optimizer
-    batch = config.training.global_batch_size
-    if batch is None:
-        batch = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
+    batch = global_batch_size(config, torch.distributed.get_world_size())
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr_warmup_init,

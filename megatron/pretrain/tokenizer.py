@@ -78,7 +78,6 @@ BUILDERS: dict[str, Callable[[TokenizerFlags], MegatronTokenizerBase]] = {
 }
 
 
-def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int = 1) -> int:
-    """Round up to a multiple of `make_divisible_by * tensor_parallel_size`, the embedding's rows in Megatron."""
-    multiple = make_divisible_by * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
+def padded_vocab_size(vocab_size: int, make_divisible_by: int) -> int:
+    """Round up to a multiple of `make_divisible_by`, the embedding's rows in Megatron."""
+    return -(-vocab_size // make_divisible_by) * make_divisible_by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.pipeline_parallel.runtime.iteration import TrainingIteration
 from megatron.pretrain import checkpoint
 from megatron.pretrain.config import Config, global_batch_size, num_microbatches, world_size
 from megatron.pretrain.data import batch_iterator
+from megatron.pretrain.errors import ConfigError, TrainingError, flag_name
 from megatron.pretrain.initialize import process_groups
 from megatron.pretrain.log import TrainingLog
 from megatron.pretrain.optimizer import build_optimizer
@@ -71,18 +73,25 @@ class Trainer:
         self.world_size = dist.get_world_size()
         self.batch_size = global_batch_size(config, self.world_size)
         self.num_microbatches = num_microbatches(config, self.world_size)
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        models = [model_provider(config, stage, placement) for stage in placement.stages_of(rank)]
-        self.pipeline = Pipeline.build(config, placement, models)
+        self.placement = placement
+        self.stages = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+        # What is wrong with files shows before the model is built.
+        if config.checkpoint.save is not None:
+            checkpoint.check_writable(config.checkpoint.save)
+        self.datasets = datasets_provider(config, self._samples_wanted(), self._needs_data)
+        self.pipeline = Pipeline.build(
+            config, placement, [model_provider(config, stage, placement) for stage in self.stages]
+        )
         self.optimizer, self.scheduler = build_optimizer(config, self.pipeline.wrapped)
         self.iteration = 0
         self.consumed_samples = 0
-        self._load()
-        self.datasets = datasets_provider(config, self._samples_wanted(), self._needs_data)
+        notes = self._load()
         self.log = self._open_log()
+        for note in notes:
+            self.log.line(f" {note}")
 
     def _needs_data(self) -> bool:
-        return bool({0, self.pipeline.placement.num_stages - 1} & set(self.pipeline.stages))
+        return bool({0, self.placement.num_stages - 1} & set(self.stages))
 
     def _samples_wanted(self) -> tuple[int, int, int]:
         """Samples for training in all, and for one evaluation on the validation and on the test set."""
@@ -102,20 +111,34 @@ class Trainer:
             start_iteration=self.iteration,
         )
 
-    def _load(self) -> None:
-        """Continue from the newest checkpoint in --load, where there is one."""
+    def _load(self) -> list[str]:
+        """Continue from the newest checkpoint in --load, where there is one; returns what to say about it.
+
+        Raises ConfigError where the checkpoint is of another model, or where there is none to take weights from.
+        """
         settings = self.config.checkpoint
         if settings.load is None:
-            return
+            return []
+        takes_optimizer = not (settings.no_load_optim or settings.finetune)
         state = checkpoint.load(
             settings.load,
             model_chunks=self.pipeline.models,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            load_optim=not (settings.no_load_optim or settings.finetune),
+            load_optim=takes_optimizer,
         )
-        if state is not None and not settings.finetune:
-            self.iteration, self.consumed_samples = state["iteration"], state["consumed_train_samples"]
+        if state is None:
+            if not takes_optimizer:
+                flag = "--finetune" if settings.finetune else "--no-load-optim"
+                raise ConfigError(f"{flag} needs weights to begin with, and --load {settings.load} holds no checkpoint")
+            return [f"no checkpoint in {settings.load}: a fresh start"]
+        others = compare_configs(self.config.to_dict(), state["config"], settings.load)
+        if settings.finetune:
+            return [f"loaded the weights of iteration {state['iteration']} from {settings.load}", *others]
+        self.iteration, self.consumed_samples = state["iteration"], state["consumed_train_samples"]
+        if not takes_optimizer:
+            self.scheduler.step(increment=self.consumed_samples)
+        return [f"resumed at iteration {self.iteration} from {settings.load}", *others]
 
     def _save(self) -> None:
         checkpoint.save(
@@ -134,8 +157,8 @@ class Trainer:
 
     def _iterators(self, dataset: Any, consumed_samples: int) -> list[Iterator | None]:
         """One iterator a chunk, each over the same batches; None where a stage needs no data."""
-        ends = {0, self.pipeline.placement.num_stages - 1}
-        return [self._batches(dataset, consumed_samples) if stage in ends else None for stage in self.pipeline.stages]
+        ends = {0, self.placement.num_stages - 1}
+        return [self._batches(dataset, consumed_samples) if stage in ends else None for stage in self.stages]
 
     def _batches(self, dataset: Any, consumed_samples: int) -> Iterator:
         return batch_iterator(
@@ -150,7 +173,8 @@ class Trainer:
     def train(self) -> None:
         """All iterations that are left, evaluations and checkpoints between them, and a last evaluation."""
         training = self.config.training
-        self._introduce()
+        with self.log.paused():
+            self._introduce()
         if self.iteration < training.train_iters:
             self._train_to(training.train_iters)
         if self.iteration >= training.train_iters and training.eval_iters:
@@ -160,8 +184,9 @@ class Trainer:
 
     def _train_to(self, last_iteration: int) -> None:
         training = self.config.training
-        iterators = self._iterators(self.datasets[0], self.consumed_samples)
-        step = self.pipeline.iteration(self.forward_step, iterators, self.num_microbatches, trains=True)
+        with self.log.paused():
+            iterators = self._iterators(self.datasets[0], self.consumed_samples)
+            step = self.pipeline.iteration(self.forward_step, iterators, self.num_microbatches, trains=True)
         while self.iteration < last_iteration:
             self._train_step(step)
             done = self.iteration == last_iteration
@@ -171,7 +196,7 @@ class Trainer:
             if self._saves_now(done or leaves):
                 with self.log.paused():
                     self._save()
-            if leaves:
+            if leaves and not done:
                 self.log.line(f" stopping after iteration {self.iteration}, as --exit-interval says")
                 return
 
@@ -185,23 +210,41 @@ class Trainer:
         self.pipeline.zero_gradients()
         self.optimizer.zero_grad()
         reports = step.run(self.iteration)
+        loss = None
+        if self.pipeline.has_last_stage:
+            loss = mean_loss([report["lm loss"] for report in reports])
+            # Raised where it is seen, which ends all ranks: no step is taken and nothing saved.
+            self._check_finite("loss", loss)
         self.pipeline.finish_gradients()
         learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
         updated, grad_norm, _ = self.optimizer.step()
+        if grad_norm is not None:
+            # The same on all ranks.
+            self._check_finite("gradient norm", grad_norm)
         if updated:
             self.scheduler.step(increment=self.batch_size)
         self.iteration += 1
         self.consumed_samples += self.batch_size
-        if self.pipeline.has_last_stage:
+        if loss is not None:
             self.log.iteration(
                 self.iteration,
-                loss=mean_loss([report["lm loss"] for report in reports]),
+                loss=loss,
                 learning_rate=learning_rate,
                 global_batch_size=self.batch_size,
                 consumed_samples=self.consumed_samples,
                 grad_norm=grad_norm,
                 skipped=not updated,
             )
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if math.isfinite(value):
+            return
+        folder = self.config.checkpoint.save
+        way_out = f"checkpoints in {folder} are from before" if folder else "nothing was saved (--save)"
+        raise TrainingError(
+            f"the {what} of iteration {self.iteration + 1} is {value}: {way_out}; try a lower --lr, a longer warmup "
+            "(--lr-warmup-iters) or a smaller --clip-grad"
+        )
 
     def _evaluate(self, name: str, dataset: Any) -> None:
         """Loss over --eval-iters global batches, the same samples each time."""
@@ -218,15 +261,43 @@ class Trainer:
     def _introduce(self) -> None:
         """Say what is about to run."""
         schedule = self.pipeline.plan(self.num_microbatches, trains=True)
+        if not self.log.enabled:
+            return
         timeline = simulate(schedule, CostModel.uniform(schedule.placement))
         peaks = ", ".join(f"{timeline.peak(rank):g}" for rank in range(schedule.pp_size))
         self.log.line(
-            f" schedule {schedule.name}: {schedule.pp_size} pipeline ranks, {self.num_microbatches} microbatches; planned for "
+            f" schedule {schedule.name}: p = {schedule.pp_size} pipeline ranks, m = {self.num_microbatches} microbatches; planned for "
             f"equal times: bubble rate {timeline.bubble_rate:.4f} (span bubble rate {timeline.span_bubble_rate:.4f}), "
             f"peak activations in microbatches, by rank: {peaks}"
         )
-        if self.iteration:
-            self.log.line(f" resumed at iteration {self.iteration} from {self.config.checkpoint.load}")
+
+
+def compare_configs(given: dict[str, dict[str, Any]], saved: dict[str, dict[str, Any]], folder: str) -> list[str]:
+    """What to say about a checkpoint whose run was told other things than this one.
+
+    Raises ConfigError where it is of another model: tensors of equal shapes can still mean something else.
+    """
+    differences = {
+        (group, name): f"{flag_name(name)} was {saved[group][name]}, is {value}"
+        for group in ("model", "training", "data")
+        for name, value in given[group].items()
+        if saved.get(group, {}).get(name, value) != value
+    }
+    models = [text for (group, name), text in differences.items() if group == "model" and name not in _OF_ONE_RUN]
+    if models:
+        raise ConfigError(
+            f"the checkpoint in --load {folder} is of another model: {'; '.join(models)}: give these flags as when it was "
+            "saved, or another --load folder"
+        )
+    told = [text for (_, name), text in differences.items() if name not in _SILENT]
+    return [f"other than when the checkpoint was saved: {'; '.join(told)}"] if told else []
+
+
+_OF_ONE_RUN = {"attention_dropout", "hidden_dropout", "init_method_std", "max_position_embeddings"}
+"""Model flags that a resumed run may change; shapes are compared apart from these."""
+
+_SILENT = {"train_iters", "eval_interval", "eval_iters", "exit_interval", "distributed_timeout_minutes", "num_workers"}
+"""Flags that say how a run is run, not what it computes."""
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:

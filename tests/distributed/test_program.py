@@ -18,6 +18,7 @@ import pretrain_gpt
 from megatron.pretrain.failure import run_rank
 
 SECONDS_TO_STOP = 20
+SLOW_S = 1.5
 
 
 def program(argv, providers=None):
@@ -94,6 +95,170 @@ def test_a_mistake_is_one_line_and_every_rank_ends_in_seconds(mistake, tmp_path)
     assert re.search(message, said[0]), said[0]
     assert "Traceback" not in "".join(outcome.log for outcome in outcomes)
     assert seconds < SECONDS_TO_STOP
+
+
+def saved_run(tmp_path, **changes):
+    """The folder of a checkpoint that another run left."""
+    outcomes, _ = start(counting, tmp_path, train_iters=2, save=tmp_path / "save", **changes)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0], outcomes[0].log
+    return tmp_path / "save"
+
+
+def in_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "below"
+
+
+UNFIT = {
+    "another model": (lambda path: {"load": saved_run(path), "num_attention_heads": 8, "train_iters": 2}, "another model: --num-attention-heads was 2, is 8"),
+    "a longer run": (
+        lambda path: {"load": saved_run(path), "train_iters": 4},
+        "--lr-decay-iters 2, which without it follows --train-iters",
+    ),
+    "weights that are not there": (
+        lambda path: {"save": path / "new", "load": path / "new", "finetune": True},
+        "--finetune needs weights to begin with, and --load .*new holds no checkpoint",
+    ),
+    "a folder that can't be written": (lambda path: {"save": in_a_file(path)}, "--save .*file/below: can't write"),
+    "events that can't be written": (lambda path: {"tensorboard_dir": in_a_file(path)}, "--tensorboard-dir .*file/below can't be written"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misfit", UNFIT)
+def test_what_does_not_fit_is_one_line_before_any_work_is_lost(misfit, tmp_path):
+    change, message = UNFIT[misfit]
+    outcomes, seconds = start(counting, tmp_path, ends_together=True, **change(tmp_path))
+    codes = [outcome.exitcode for outcome in outcomes]
+    assert 2 in codes and set(codes) <= {2, -signal.SIGTERM}
+    said = [line for outcome in outcomes for line in outcome.log.splitlines() if "error" in line or "Error" in line]
+    assert len(said) == 1 and re.search(message, said[0]), said
+    assert losses(outcomes) == {} and seconds < SECONDS_TO_STOP
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path):
+    save = tmp_path / "save"
+    outcomes, seconds = start(
+        counting, tmp_path, train_iters=9, lr=1e30, save=save, save_interval=1, ends_together=True
+    )
+    assert 1 in [outcome.exitcode for outcome in outcomes]
+    log = "".join(outcome.log for outcome in outcomes)
+    found = re.search(
+        r"error: the (?:loss|gradient norm) of iteration (\d+) is (?:nan|inf): checkpoints in .*save are from before",
+        log,
+    )
+    assert found, log
+    assert "Traceback" not in log
+    assert int((save / "latest_checkpointed_iteration.txt").read_text()) < int(found.group(1))
+    assert seconds < SECONDS_TO_STOP
+
+
+def test_a_resume_says_what_is_told_differently(tmp_path):
+    folder = saved_run(tmp_path)
+    outcomes, _ = start(counting, tmp_path, train_iters=3, lr_decay_iters=2, load=folder, seed=99)
+    assert "resumed at iteration 2" in outcomes[1].log
+    assert "other than when the checkpoint was saved: --seed was 1234, is 99" in outcomes[1].log
+    outcomes, _ = start(counting, tmp_path, train_iters=3, load=tmp_path / "none", save=tmp_path / "none")
+    assert f"no checkpoint in {tmp_path / 'none'}: a fresh start" in outcomes[1].log
+
+
+def test_finetune_begins_again_with_the_weights_and_no_load_optim_goes_on(tmp_path):
+    folder = saved_run(tmp_path)
+    whole, _ = start(counting, tmp_path, train_iters=2)
+    finetuned, _ = start(counting, tmp_path, train_iters=1, load=folder, finetune=True)
+    assert f"loaded the weights of iteration 2 from {folder}" in finetuned[1].log
+    # Its first loss is of the first batch, under trained weights.
+    assert float(losses(finetuned)[1]) < float(losses(whole)[1]) - 0.01
+    continued, _ = start(counting, tmp_path, train_iters=3, lr_decay_iters=9, load=folder, no_load_optim=True)
+    assert sorted(losses(continued)) == [3]
+    rate = float(re.search(r"learning rate: (\S+)", continued[1].log).group(1))
+    assert rate == pytest.approx(1e-2 * (1 - 2 / 9))
+
+
+def interrupted(argv):
+    """Ctrl-C reaches every rank."""
+
+    def forward_step(data_iterator, model, step=gpt_runs.pretrain_gpt.forward_step, count=[0]):
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(data_iterator, model)
+
+    program(argv, {"forward_step": forward_step, "datasets_provider": gpt_runs.datasets_provider})
+
+
+def test_ctrl_c_is_one_word_and_ends_at_once(tmp_path):
+    outcomes, seconds = start(interrupted, tmp_path, global_batch_size=8)
+    assert outcomes[0].exitcode == 130 and outcomes[1].exitcode in (1, 130)
+    assert "".join(outcome.log for outcome in outcomes).count("interrupted") == 1
+    assert "Traceback" not in outcomes[0].log
+    assert seconds < SECONDS_TO_STOP
+
+
+def group_timeouts():
+    from megatron.core import parallel_state
+
+    from megatron.pipeline_parallel.planning.op import Placement
+    from megatron.pretrain.flags import parse
+    from megatron.pretrain.initialize import process_groups
+
+    config = parse(flags(pipeline_model_parallel_size=2, distributed_timeout_minutes=3))
+    with process_groups(config, Placement.loop(2)):
+        groups = [parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_data_parallel_group()]
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_the_timeout_holds_for_the_groups_that_ranks_wait_in(tmp_path):
+    outcomes = run_ranks_to_the_end(group_timeouts, 2, tmp_path, initialised=False)
+    assert [outcome.result for outcome in outcomes] == [[180.0, 180.0]] * 2
+
+
+def slow_outside_the_steps(argv):
+    """Evaluations and saves that take much longer than an iteration."""
+    from megatron.pretrain import checkpoint, training
+
+    for owner, name in ((checkpoint, "save"), (training.Trainer, "_iterators")):
+        fast = getattr(owner, name)
+
+        def slow(*args, fast=fast, **options):
+            time.sleep(SLOW_S)
+            return fast(*args, **options)
+
+        setattr(owner, name, slow)
+    program(argv)
+
+
+def test_data_parallel_pipelines_on_a_dataset_log_once_and_as_one_rank_does(tmp_path):
+    write_dataset(tmp_path / "data", [(7 * i) % 59 for i in range(200)])
+    settings = {
+        "mock_data": None, "data_path": tmp_path / "data", "split": "80,10,10", "global_batch_size": 8, "train_iters": 4,
+        "eval_iters": 1, "eval_interval": 2, "pipeline_schedule": "zb-h1", "log_interval": 1,
+    }  # fmt: skip
+    plain = {**settings, "data_cache_path": tmp_path / "plain"}
+    piped = {**settings, "save": tmp_path / "save", "save_interval": 2, "tensorboard_dir": tmp_path / "events"}
+    piped |= {"pipeline_model_parallel_size": 2, "data_cache_path": tmp_path / "piped"}
+    expected, _ = start(program, tmp_path, ranks=1, **plain)
+    outcomes, _ = start(slow_outside_the_steps, tmp_path, ranks=4, **piped)
+    assert [outcome.exitcode for outcome in outcomes] == [0] * 4, outcomes[3].log
+    log = "".join(outcome.log for outcome in outcomes)
+    assert len(re.findall(r"iteration +\d+/", log)) == 4
+    assert len(re.findall(r"validation loss at iteration \d+ \|", log)) == 2
+    assert max(float(text) for text in re.findall(r"iteration \(ms\): (\S+)", log)) < 1000 * SLOW_S
+    ours, one_rank = losses(outcomes), losses(expected)
+    assert {iteration: float(loss) for iteration, loss in ours.items()} == pytest.approx(
+        {iteration: float(loss) for iteration, loss in one_rank.items()}, rel=1e-4
+    )
+    assert scalars(tmp_path / "events", "lm loss") == pytest.approx(
+        {i: float(loss) for i, loss in ours.items()}, rel=1e-6
+    )
+    assert sorted(scalars(tmp_path / "events", "lm loss validation")) == [2, 4]
+
+
+def scalars(folder, tag):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
 
 
 def failing_on_rank_1(argv):

@@ -142,11 +142,6 @@ def test_eod_flags_reach_the_dataset(tmp_path):
     assert sample["position_ids"].max() == 3
 
 
-def test_reset_attention_mask_is_refused_by_name(prefix):
-    with pytest.raises(ConfigError, match="--reset-attention-mask is not built yet"):
-        build(make_config([prefix], reset_attention_mask=True))
-
-
 class TestBadData:
     def test_missing_file(self, tmp_path):
         with pytest.raises(ConfigError, match=r"--data-path .*absent: .*absent.idx does not exist"):
@@ -271,10 +266,6 @@ class TestBatchOrder:
             index for rank in range(4) for batch in batches(size=24, micro=3, ranks=4, rank=rank) for index in batch
         ]
         assert sorted(seen) == list(range(24))
-
-    def test_last_samples_are_kept_on_request(self):
-        per_rank = [batches(size=9, micro=2, ranks=2, rank=rank, drop_last=False) for rank in (0, 1)]
-        assert per_rank == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
 
     def test_nothing_is_left_after_the_last_sample(self):
         assert batches(size=8, consumed=8) == []

@@ -90,15 +90,14 @@ def test_unknown_type_names_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "divisor", "tensor_parallel_size", "padded"),
+    ("vocab_size", "divisor", "padded"),
     [
-        (50257, 128, 1, 50304),
-        (50257, 128, 8, 51200),
-        (128, 128, 1, 128),
-        (129, 128, 1, 256),
-        (2048, 1, 1, 2048),
-        (1, 128, 2, 256),
+        (50257, 128, 50304),
+        (128, 128, 128),
+        (129, 128, 256),
+        (2048, 1, 2048),
+        (1, 128, 128),
     ],
 )
-def test_vocabulary_is_padded_as_in_megatron(vocab_size, divisor, tensor_parallel_size, padded):
-    assert padded_vocab_size(vocab_size, divisor, tensor_parallel_size) == padded
+def test_vocabulary_is_padded_as_in_megatron(vocab_size, divisor, padded):
+    assert padded_vocab_size(vocab_size, divisor) == padded

@@ -30,7 +30,7 @@ def tiny_config(
             num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=2, seq_length=SEQ, max_position_embeddings=SEQ,
             attention_dropout=0.0, hidden_dropout=0.0, swiglu=swiglu, ffn_hidden_size=64,
         ),
-        training=configuration.TrainingConfig(micro_batch_size=BATCH, train_iters=10, bf16=bf16),
+        training=configuration.TrainingConfig(micro_batch_size=BATCH, global_batch_size=BATCH, train_iters=10, bf16=bf16),
         optimizer=configuration.OptimizerSettings(**{"lr": 1e-2, "lr_warmup_iters": 1, **settings}),
         pipeline=configuration.PipelineConfig(),
         data=configuration.DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=VOCAB),
