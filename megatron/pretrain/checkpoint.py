@@ -336,11 +336,12 @@ def _hyperparameters(optimizer: MegatronOptimizer) -> dict[str, Any]:
 
 
 _SCHEDULE_FLAGS = {
+    # First: a warmup given as a fraction follows it.
+    "lr_decay_steps": "--lr-decay-iters (--train-iters without it), times --global-batch-size",
     "max_lr": "--lr",
     "min_lr": "--min-lr",
     "lr_warmup_steps": "--lr-warmup-iters or --lr-warmup-fraction, times --global-batch-size",
     "lr_decay_style": "--lr-decay-style",
-    "lr_decay_steps": "--lr-decay-iters (--train-iters without it), times --global-batch-size",
     "start_wd": "--weight-decay",
 }
 
