@@ -40,7 +40,7 @@ def every_schedule(p):
     return counts
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, *(pytest.param(p, marks=pytest.mark.full) for p in (5, 6, 8))])
 def test_losses_and_gradients_equal_the_plain_model_at_any_microbatch_count(p, tmp_path):
     """Reported elsewhere as hangs or wrong sums at m = 1, m = p - 1 and m = p."""
     for counts in run_ranks(every_schedule, p, tmp_path, p):
@@ -61,7 +61,10 @@ def random_placements(p, seed):
         piped.assert_equals(plain, reports, plain.run(iteration, schedule.num_microbatches))
 
 
-@pytest.mark.parametrize("p, seed", [(1, 0), (2, 1), (2, 2), (3, 3)])
+MANY_SEEDS = [pytest.param(p, seed, marks=pytest.mark.full) for p in (1, 2, 3, 4) for seed in range(10, 20)]
+
+
+@pytest.mark.parametrize("p, seed", [(1, 0), (2, 1), (2, 2), (3, 3), *MANY_SEEDS])
 def test_any_valid_order_on_any_placement_runs(p, seed, tmp_path):
     """Several chunks a rank, local hand-over wherever two stages share one, next and previous rank being one peer."""
     run_ranks(random_placements, p, tmp_path, p, seed)
