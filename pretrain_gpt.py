@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.pretrain.config import Config, check, world_size
+from megatron.pretrain.config import Config, world_size
 from megatron.pretrain.failure import run_rank
+from megatron.pretrain.fit import check
 from megatron.pretrain.flags import parse
 
 if TYPE_CHECKING:

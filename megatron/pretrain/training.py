@@ -22,7 +22,8 @@ from megatron.pipeline_parallel.runtime.iteration import TrainingIteration
 from megatron.pretrain import checkpoint
 from megatron.pretrain.config import Config, global_batch_size, num_microbatches, world_size
 from megatron.pretrain.data import batch_iterator
-from megatron.pretrain.errors import ConfigError, TrainingError, flag_name
+from megatron.pretrain.errors import ConfigError, TrainingError
+from megatron.pretrain.fit import compare_configs
 from megatron.pretrain.initialize import process_groups
 from megatron.pretrain.log import TrainingLog
 from megatron.pretrain.optimizer import build_optimizer
@@ -78,7 +79,9 @@ class Trainer:
         # What is wrong with files shows before the model is built.
         if config.checkpoint.save is not None:
             checkpoint.check_writable(config.checkpoint.save)
-        self.datasets = datasets_provider(config, self._samples_wanted(), self._needs_data)
+        self.datasets = datasets_provider(
+            config, self._samples_wanted(), lambda: any(map(self._reads_data, self.stages))
+        )
         self.pipeline = Pipeline.build(
             config, placement, [model_provider(config, stage, placement) for stage in self.stages]
         )
@@ -90,8 +93,9 @@ class Trainer:
         for note in notes:
             self.log.line(f" {note}")
 
-    def _needs_data(self) -> bool:
-        return bool({0, self.placement.num_stages - 1} & set(self.stages))
+    def _reads_data(self, stage: int) -> bool:
+        """The first stage embeds tokens, the last one compares with labels."""
+        return stage in (0, self.placement.num_stages - 1)
 
     def _samples_wanted(self) -> tuple[int, int, int]:
         """Samples for training in all, and for one evaluation on the validation and on the test set."""
@@ -157,8 +161,7 @@ class Trainer:
 
     def _iterators(self, dataset: Any, consumed_samples: int) -> list[Iterator | None]:
         """One iterator a chunk, each over the same batches; None where a stage needs no data."""
-        ends = {0, self.placement.num_stages - 1}
-        return [self._batches(dataset, consumed_samples) if stage in ends else None for stage in self.stages]
+        return [self._batches(dataset, consumed_samples) if self._reads_data(stage) else None for stage in self.stages]
 
     def _batches(self, dataset: Any, consumed_samples: int) -> Iterator:
         return batch_iterator(
@@ -270,34 +273,6 @@ class Trainer:
             f"equal times: bubble rate {timeline.bubble_rate:.4f} (span bubble rate {timeline.span_bubble_rate:.4f}), "
             f"peak activations in microbatches, by rank: {peaks}"
         )
-
-
-def compare_configs(given: dict[str, dict[str, Any]], saved: dict[str, dict[str, Any]], folder: str) -> list[str]:
-    """What to say about a checkpoint whose run was told other things than this one.
-
-    Raises ConfigError where it is of another model: tensors of equal shapes can still mean something else.
-    """
-    differences = {
-        (group, name): f"{flag_name(name)} was {saved[group][name]}, is {value}"
-        for group in ("model", "training", "data")
-        for name, value in given[group].items()
-        if saved.get(group, {}).get(name, value) != value
-    }
-    models = [text for (group, name), text in differences.items() if group == "model" and name not in _OF_ONE_RUN]
-    if models:
-        raise ConfigError(
-            f"the checkpoint in --load {folder} is of another model: {'; '.join(models)}: give these flags as when it was "
-            "saved, or another --load folder"
-        )
-    told = [text for (_, name), text in differences.items() if name not in _SILENT]
-    return [f"other than when the checkpoint was saved: {'; '.join(told)}"] if told else []
-
-
-_OF_ONE_RUN = {"attention_dropout", "hidden_dropout", "init_method_std", "max_position_embeddings"}
-"""Model flags that a resumed run may change; shapes are compared apart from these."""
-
-_SILENT = {"train_iters", "eval_interval", "eval_iters", "exit_interval", "distributed_timeout_minutes", "num_workers"}
-"""Flags that say how a run is run, not what it computes."""
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:

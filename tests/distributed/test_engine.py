@@ -2,23 +2,19 @@
 
 import gc
 import random
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
+from random_schedules import random_placement, random_schedule
 from toy import NUM_SPLIT, Piped, Plain
 
 from megatron.pipeline_parallel.planning.builders import Problem, build, names
 from megatron.pipeline_parallel.planning.op import Op, OpKind, Placement
 from megatron.pipeline_parallel.planning.passes.communication import forward_only
 from megatron.pipeline_parallel.runtime.iteration import Loss
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "pipeline_parallel" / "planning"))
-from random_schedules import random_placement, random_schedule  # noqa: E402
 
 
 def every_schedule(p):

@@ -83,10 +83,9 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_every_rank_ends_in_seconds(mistake, tmp_path):
-    change, message = MISTAKES[mistake]
-    outcomes, seconds = start(program, tmp_path, ends_together=True, **change(tmp_path))
+def assert_one_line(message, function, tmp_path, **changes):
+    """Run with `changes`, a mistake: one line that matches, every rank out in seconds; returns how the ranks ended."""
+    outcomes, seconds = start(function, tmp_path, ends_together=True, **changes)
     codes = [outcome.exitcode for outcome in outcomes]
     # The first to end has status 2; the launcher ends the rest.
     assert 2 in codes and set(codes) <= {2, -signal.SIGTERM}
@@ -95,6 +94,13 @@ def test_a_mistake_is_one_line_and_every_rank_ends_in_seconds(mistake, tmp_path)
     assert re.search(message, said[0]), said[0]
     assert "Traceback" not in "".join(outcome.log for outcome in outcomes)
     assert seconds < SECONDS_TO_STOP
+    return outcomes
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_every_rank_ends_in_seconds(mistake, tmp_path):
+    change, message = MISTAKES[mistake]
+    assert_one_line(message, program, tmp_path, **change(tmp_path))
 
 
 def saved_run(tmp_path, **changes):
@@ -127,12 +133,8 @@ UNFIT = {
 @pytest.mark.parametrize("misfit", UNFIT)
 def test_what_does_not_fit_is_one_line_before_any_work_is_lost(misfit, tmp_path):
     change, message = UNFIT[misfit]
-    outcomes, seconds = start(counting, tmp_path, ends_together=True, **change(tmp_path))
-    codes = [outcome.exitcode for outcome in outcomes]
-    assert 2 in codes and set(codes) <= {2, -signal.SIGTERM}
-    said = [line for outcome in outcomes for line in outcome.log.splitlines() if "error" in line or "Error" in line]
-    assert len(said) == 1 and re.search(message, said[0]), said
-    assert losses(outcomes) == {} and seconds < SECONDS_TO_STOP
+    outcomes = assert_one_line(message, counting, tmp_path, **change(tmp_path))
+    assert losses(outcomes) == {}
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path):

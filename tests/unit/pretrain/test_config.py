@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline_parallel.planning import builders
-from megatron.pretrain import config as configuration
 from megatron.pretrain.checks import divisors, listed, nearest_multiples
 from megatron.pretrain.config import (
     CheckpointConfig,
@@ -19,7 +18,6 @@ from megatron.pretrain.config import (
     OptimizerSettings,
     PipelineConfig,
     TrainingConfig,
-    check,
     data_parallel_size,
     decay_iters,
     global_batch_size,
@@ -28,6 +26,7 @@ from megatron.pretrain.config import (
     warmup_iters,
 )
 from megatron.pretrain.errors import ConfigError
+from megatron.pretrain.fit import DESIGNED_SCHEDULES, check
 
 GROUPS = {
     "model": (
@@ -285,7 +284,7 @@ def test_every_size_named_in_a_refusal_works() -> None:
 
 
 def test_every_built_schedule_is_accepted() -> None:
-    assert set(builders.names()) <= set(configuration.DESIGNED_SCHEDULES)
+    assert set(builders.names()) <= set(DESIGNED_SCHEDULES)
     for name in builders.names():
         check(make(pipeline_schedule=name), 1)
 

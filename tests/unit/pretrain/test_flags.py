@@ -11,9 +11,10 @@ from typing import get_type_hints
 
 import pytest
 
-from megatron.pretrain.config import Config, DataConfig, ModelConfig, check
+from megatron.pretrain.config import Config, DataConfig, ModelConfig
 from megatron.pretrain.errors import ConfigError, flag_name
 from megatron.pretrain.failure import run_rank
+from megatron.pretrain.fit import check
 from megatron.pretrain.flags import KNOWN_ELSEWHERE, build_parser, field_docs, parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -163,7 +164,7 @@ def test_reading_the_command_line_imports_no_torch() -> None:
     code = (
         "import sys, megatron.pretrain.log\n"
         "from megatron.pretrain.flags import parse\n"
-        "from megatron.pretrain.config import check\n"
+        "from megatron.pretrain.fit import check\n"
         "check(parse(sys.argv[1:]), 1)\n"
         "print(any(name.partition('.')[0] == 'torch' for name in sys.modules))\n"
     )
