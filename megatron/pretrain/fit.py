@@ -20,12 +20,6 @@ from megatron.pretrain.config import (
 )
 from megatron.pretrain.errors import ConfigError, did_you_mean, flag_name, missing_package
 
-DESIGNED_SCHEDULES = tuple(
-    "gpipe 1f1b interleaved-1f1b zb-h1 zb-h2 zb-auto zbv v-half v-min v-auto 1f1b-v dualpipe-v "
-    "gis gis-h po seq-1f1b auto".split()
-)
-"""Every schedule name that the design knows; those built so far are `planning.builders.names()`."""
-
 
 def check(config: Config, world_size: int) -> None:
     """Raise ConfigError where groups do not fit each other, `world_size` processes, or the disk."""
@@ -36,16 +30,23 @@ def check(config: Config, world_size: int) -> None:
     _check_files(config)
 
 
-def _check_schedule(name: str) -> None:
-    from megatron.pipeline_parallel.planning import builders  # here, so that reading a configuration needs no engine
+TRAINED_SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""What the training program runs so far: one chunk a rank, whole sequences, no memory limit to be given."""
 
-    built = list(builders.names())
-    if name in built:
+
+def _check_schedule(name: str) -> None:
+    # Here, so that reading a configuration needs no engine.
+    from megatron.pipeline_parallel.planning.names import DESIGNED
+
+    if name in TRAINED_SCHEDULES:
         return
-    if name in DESIGNED_SCHEDULES:
-        raise ConfigError(f"--pipeline-schedule {name} is not built yet: choose one of {listed(built)}")
+    if name in DESIGNED:
+        raise ConfigError(
+            f"--pipeline-schedule {name} is not built yet in this program: choose one of {listed(TRAINED_SCHEDULES)}"
+        )
     raise ConfigError(
-        f"--pipeline-schedule {name} is unknown{did_you_mean(name, built)}: choose one of {listed(built)}"
+        f"--pipeline-schedule {name} is unknown{did_you_mean(name, TRAINED_SCHEDULES)}: "
+        f"choose one of {listed(TRAINED_SCHEDULES)}"
     )
 
 

@@ -16,23 +16,36 @@ from megatron.pipeline_parallel.planning.op import Op, OpKind, Placement
 from megatron.pipeline_parallel.planning.passes.communication import forward_only
 from megatron.pipeline_parallel.runtime.iteration import Loss
 
+NUM_V = 5
+"""Schedules on the V placement."""
+
+
+def whole_sequences(name, p, m):
+    """A schedule at its default number of chunks; the engine does not split sequences yet."""
+    return build(name, Problem(pp_size=p, num_microbatches=m, num_sequence_splits=1, effort=0))
+
+
+def microbatch_counts(p):
+    return sorted({1, p - 1, p, 2 * p + 1} - {0})
+
 
 def every_schedule(p):
     """Iterations under each schedule and microbatch count, one after another on the same ranks."""
-    placement = Placement.loop(p)
-    plain, piped = Plain(p), Piped(placement)
-    counts = []
-    for iteration, (name, m) in enumerate(
-        (name, m) for name in names() for m in sorted({1, p - 1, p, 2 * p + 1} - {0})
-    ):
+    counts, models = [], {}
+    for iteration, (name, m) in enumerate((name, m) for name in names() for m in microbatch_counts(p)):
+        schedule = whole_sequences(name, p, m)
+        placement = schedule.placement
+        if placement.stages not in models:
+            models[placement.stages] = Plain(placement.num_stages), Piped(placement)
+        plain, piped = models[placement.stages]
         for model in (*plain.stages, *piped.stages.values()):
             model.zero_grad()
         before = piped.store.num_computed
-        step = piped.iteration(build(name, Problem(pp_size=p, num_microbatches=m)))
+        step = piped.iteration(schedule)
         reports = piped.run(step, iteration)
         piped.assert_equals(plain, reports, plain.run(iteration, m))
         assert step.num_live() == 0
-        counts.append((m, piped.store.num_computed - before))
+        counts.append((m * placement.chunks_per_rank, piped.store.num_computed - before))
     return counts
 
 
@@ -40,9 +53,9 @@ def every_schedule(p):
 def test_losses_and_gradients_equal_the_plain_model_at_any_microbatch_count(p, tmp_path):
     """Reported elsewhere as hangs or wrong sums at m = 1, m = p - 1 and m = p."""
     for counts in run_ranks(every_schedule, p, tmp_path, p):
-        assert len(counts) == len(names()) * len({1, p - 1, p, 2 * p + 1} - {0})
+        assert len(counts) == len(names()) * len(microbatch_counts(p))
         # One weight-gradient computation a layer and microbatch.
-        assert all(computed == NUM_SPLIT * m for m, computed in counts)
+        assert all(computed == NUM_SPLIT * chunks for chunks, computed in counts)
 
 
 def random_placements(p, seed):
@@ -67,11 +80,10 @@ def test_any_valid_order_on_any_placement_runs(p, seed, tmp_path):
 
 
 def evaluate_between(p):
-    placement = Placement.loop(p)
-    plain, piped = Plain(p), Piped(placement)
-    orders = {name: build(name, Problem(pp_size=p, num_microbatches=3)) for name in names()}
     losses = []
-    for iteration, schedule in enumerate(orders.values()):
+    for iteration, name in enumerate(names()):
+        schedule = whole_sequences(name, p, 3)
+        plain, piped = Plain(schedule.placement.num_stages), Piped(schedule.placement)
         for training in (False, True):
             for stage in (*plain.stages, *piped.stages.values()):
                 stage.train(training)
@@ -94,9 +106,10 @@ def evaluate_between(p):
 
 
 def test_evaluation_leaves_no_gradients_and_changes_no_training(tmp_path):
-    results = run_ranks(evaluate_between, 2, tmp_path, 2)
-    assert results[0] == [[]] * len(names())
-    assert [len(losses) for losses in results[1]] == [3] * len(names())
+    first, last = run_ranks(evaluate_between, 2, tmp_path, 2)
+    # The loss is made on the rank of the last stage: rank 0 where the stages come back in a V.
+    assert sorted(map(len, first)) == [0] * (len(names()) - NUM_V) + [3] * NUM_V
+    assert [len(losses) for losses in last] == [3 - len(losses) for losses in first]
 
 
 def accumulate(p):
@@ -155,30 +168,33 @@ class Saved:
 
 def saved_storages(name, p, m):
     """Microbatches whose activations are alive after each compute op, as the ops of the schedule say and as counted."""
-    piped = Piped(Placement.loop(p))
-    step = piped.iteration(build(name, Problem(pp_size=p, num_microbatches=m)))
+    schedule = whole_sequences(name, p, m)
+    piped = Piped(schedule.placement)
+    step = piped.iteration(schedule)
     saved = Saved([parameter for stage in piped.stages.values() for parameter in stage.parameters()])
-    per_microbatch, alive = None, []
+    per_stage, alive = {}, []
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         for op in step.ops:
+            before = saved.num_alive()
             step.handlers[op.kind](step, op)
-            if op.kind == OpKind.F and per_microbatch is None:
-                per_microbatch = saved.num_alive()
+            if op.kind == OpKind.F:
+                # The last stage saves its loss, too.
+                per_stage.setdefault(op.stage, saved.num_alive() - before)
             alive.append((str(op), saved.num_alive()))
     step._channels.finish()
-    return per_microbatch, alive, saved.num_alive()
+    return per_stage, alive, saved.num_alive()
 
 
 @pytest.mark.parametrize("name", names())
 def test_activations_are_held_as_long_as_the_plan_says_and_freed_after_w(name, tmp_path):
     p, m = 2, 5
-    for per_microbatch, alive, left in run_ranks(saved_storages, p, tmp_path, name, p, m):
-        assert per_microbatch > 0 and left == 0
+    for per_stage, alive, left in run_ranks(saved_storages, p, tmp_path, name, p, m):
+        assert min(per_stage.values()) > NUM_SPLIT and left == 0
         units = {}
         for text, num_alive in alive:
             op = Op.parse(text)
             if op.kind == OpKind.F:
-                units[op.unit] = per_microbatch
+                units[op.unit] = per_stage[op.stage]
             elif op.kind == OpKind.B:
                 # Only inputs of the linears that split stay for W.
                 units[op.unit] = NUM_SPLIT

@@ -40,6 +40,9 @@ COMPUTE = frozenset({OpKind.F, OpKind.B, OpKind.W, OpKind.BW, OpKind.R})
 SENDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD})
 RECVS = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD})
 COMMUNICATION = SENDS | RECVS
+COPIES = frozenset({OpKind.OFFLOAD_SEND_START, OpKind.OFFLOAD_RECV_START})
+"""Ops that start a copy between device and host."""
+OFFLOAD = frozenset(kind for kind in OpKind if kind.startswith("OFFLOAD_"))
 
 
 class Op(NamedTuple):

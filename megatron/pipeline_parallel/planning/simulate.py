@@ -2,29 +2,20 @@
 
 Compute ops run in their rank's order. A message leaves when its maker has ended (in a lowered program: when its SEND is
 the next of its channel and the peer has posted the RECV) and arrives one latency later; channels never slow each other.
+A copy to the host begins when its F has ended, a copy back when its PREP has been reached and the copy to the host has ended, each
+after the copy before it in its queue; that a program issues it later than that holds it up no more than it does on a real stream.
 Linear in the number of ops.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 from megatron.pipeline_parallel.planning.costs import CostModel
-from megatron.pipeline_parallel.planning.dataflow import Message, channel_of, message_of, need_of, result_of
-from megatron.pipeline_parallel.planning.op import COMPUTE, RECVS, SENDS, Op, OpKind, Schedule
+from megatron.pipeline_parallel.planning.dataflow import MISSING, Wiring, stream_of
+from megatron.pipeline_parallel.planning.link import SharedLink
+from megatron.pipeline_parallel.planning.op import COMMUNICATION, RECVS, SENDS, Op, OpKind, Schedule
+from megatron.pipeline_parallel.planning.timeline import Slot, Timeline, Traffic
 
-Queue = tuple[int, int]
-"""A channel (source rank, destination rank), or (rank, -1) for all messages of one rank."""
-
-
-class Slot(NamedTuple):
-    """One op in time. A SEND lasts from its start on the channel, a RECV from being posted, both to the arrival."""
-
-    op: Op
-    start: float
-    end: float
-    stream: str
+__all__ = ["Slot", "StuckError", "Timeline", "Traffic", "check_ends", "simulate"]
 
 
 class StuckError(ValueError):
@@ -34,87 +25,6 @@ class StuckError(ValueError):
         self.blocked = blocked
         waits = ", ".join(f"rank {rank} in {schedule.ranks[rank][index]}" for rank, index in sorted(blocked.items()))
         super().__init__(f"schedule {schedule.name!r} never ends: {waits}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """A schedule with times.
-
-    `slots[i]` follows `schedule.ranks[i]`; `order` numbers the compute ops in one order in which they could all run one
-    after another.
-    """
-
-    schedule: Schedule
-    costs: CostModel
-    slots: tuple[tuple[Slot, ...], ...]
-    order: dict[Op, int]
-
-    def compute(self, rank: int) -> list[Slot]:
-        """The compute ops of one rank."""
-        return [slot for slot in self.slots[rank] if slot.stream == "compute"]
-
-    @cached_property
-    def makespan(self) -> float:
-        """From time 0 to the end of the last compute op on any rank."""
-        return max((slot.end for rank in range(len(self.slots)) for slot in self.compute(rank)), default=0.0)
-
-    def busy(self, rank: int) -> float:
-        return sum(self.costs.duration(slot.op) for slot in self.compute(rank))
-
-    @property
-    def bubble_rate(self) -> float:
-        """Idle share of the whole rectangle: 1 - busy / (p * makespan)."""
-        total = sum(self.busy(rank) for rank in range(len(self.slots)))
-        area = len(self.slots) * self.makespan
-        return 1 - total / area if area else 0.0
-
-    @property
-    def span_bubble_rate(self) -> float:
-        """Idle share of the rank with the longest span, from its first F's start to its last op's end (arXiv 2401.10241)."""
-        spans = []
-        for rank in range(len(self.slots)):
-            slots = self.compute(rank)
-            start = min((slot.start for slot in slots if slot.op.kind == OpKind.F), default=0.0)
-            spans.append((max((slot.end for slot in slots), default=0.0) - start, -rank))
-        span, negative_rank = max(spans)
-        return 1 - self.busy(-negative_rank) / span if span else 0.0
-
-    def peak(self, rank: int) -> float:
-        """Most activations held at once, in microbatches through all of the rank's chunks, each from F to the end of W."""
-        held = most = 0
-        for op in self.schedule.ranks[rank]:
-            if op.kind == OpKind.F and op.saves_activation or op.kind == OpKind.R:
-                held += 1
-                most = max(most, held)
-            elif op.kind in (OpKind.W, OpKind.BW):
-                held -= 1
-        return most / (self.schedule.placement.chunks_per_rank * self.schedule.num_sequence_splits)
-
-    def peak_memory(self, rank: int) -> float:
-        """Most memory booked at once: memory_b from F's start to B's end, memory_w from there to W's end."""
-        held = most = 0.0
-        for op in self.schedule.ranks[rank]:
-            held += _booked(op, self.costs)
-            most = max(most, held)
-            # What B leaves for W is booked only when B's own share is gone.
-            held += _released(op, self.costs)
-        return most
-
-
-def _booked(op: Op, costs: CostModel) -> float:
-    if op.kind == OpKind.F and op.saves_activation or op.kind == OpKind.R:
-        return costs.memory_b[op.stage]
-    return 0.0
-
-
-def _released(op: Op, costs: CostModel) -> float:
-    stage = op.stage
-    change = {
-        OpKind.B: costs.memory_w[stage] - costs.memory_b[stage],
-        OpKind.W: -costs.memory_w[stage],
-        OpKind.BW: -costs.memory_b[stage],
-    }
-    return change.get(op.kind, 0.0)
 
 
 def simulate(schedule: Schedule, costs: CostModel, *, one_queue_a_rank: bool = False) -> Timeline:
@@ -127,151 +37,200 @@ def simulate(schedule: Schedule, costs: CostModel, *, one_queue_a_rank: bool = F
     another number of stages or ranks.
     """
     costs.check_fits(schedule.placement)
-    return _Simulation(schedule, costs, one_queue_a_rank).run()
+    simulation = _Simulation(Wiring(schedule), costs, one_queue_a_rank)
+    simulation.run()
+    return simulation.timeline()
+
+
+def check_ends(wiring: Wiring, *, one_queue_a_rank: bool = False) -> None:
+    """Raise StuckError when a schedule cannot run to its end, whatever the times; as `simulate`, without the timeline."""
+    _Simulation(wiring, CostModel.uniform(wiring.schedule.placement), one_queue_a_rank).run()
 
 
 class _Simulation:
-    """Walks every rank as far as it can; a rank that needs a message sleeps until the message's arrival is known."""
+    """Walks every stream as far as it can; a stream that waits for an op sleeps until the op's end is known.
 
-    def __init__(self, schedule: Schedule, costs: CostModel, one_queue: bool) -> None:
-        self.schedule = schedule
-        self.one_queue = one_queue
+    Times follow from the order alone, whichever stream is walked first; only on a shared link does it matter what happens at the
+    same time. Links therefore move only when every stream sleeps, the one with the earliest event first: whatever is still
+    to come then depends on a copy, so that it cannot start before that event.
+
+    A SEND ends here when it departs and a RECV when it is posted; the latency lies between a SEND and who uses the message.
+    """
+
+    def __init__(self, wiring: Wiring, costs: CostModel, one_queue: bool) -> None:
+        self.schedule = wiring.schedule
         self.costs = costs
-        self.num_stages = schedule.placement.num_stages
-        self.position = [0] * schedule.pp_size
-        self.clock = [0.0] * schedule.pp_size
-        self.slots: list[list[Slot]] = [[] for _ in schedule.ranks]
-        self.order: dict[Op, int] = {}
-        self.arrival: dict[Message, float] = {}
-        self.issued: dict[Message, float] = {}
-        self.issued_receive: dict[Message, float] = {}
-        self.posted: dict[Message, float] = {}
-        self.departure: dict[Message, float] = {}
-        self.queues: dict[Queue, list[tuple[Message, OpKind]]] = defaultdict(list)
-        self.heads: dict[Queue, int] = defaultdict(int)
-        self.free: dict[Queue, float] = defaultdict(float)
-        self.waiting: dict[Message, Queue] = {}
-        self.sleepers: dict[Message, int] = {}
-        self.awake = list(range(schedule.pp_size))
+        self.wiring = wiring
+        size = len(self.wiring.ops)
+        self.start = [0.0] * size
+        # One more for MISSING, which never ends.
+        self.end: list[float | None] = [None] * (size + 1)
+        self.order: list[int] = [0] * size
+        self.num_ended = 0
+        self.issued_after = [MISSING] * size
+        """Of each op on another stream than its rank's compute stream, the op of that stream that was issued last before it."""
+        self.streams, self.link_of = self._streams(one_queue)
+        self.latency = self._latencies()
+        self.waits = self._waits()
+        self.duration = self._durations()
+        self.position = [0] * len(self.streams)
+        self.clock = [0.0] * len(self.streams)
+        self.sleepers: dict[int, list[int]] = defaultdict(list)
+        self.awake = list(range(len(self.streams)))
 
-    def run(self) -> Timeline:
-        while self.awake:
-            self._walk(self.awake.pop())
+    def _streams(self, one_queue: bool) -> tuple[list[list[int]], dict[int, SharedLink]]:
+        """The numbers of each stream's ops, the ranks' compute streams first, and the links of those whose copies can be slowed."""
+        ops, issued_after = self.wiring.ops, self.issued_after
+        compute: list[list[int]] = [[] for _ in self.schedule.ranks]
+        others: dict[tuple[int, str], list[int]] = {}
+        found: dict[tuple[int, OpKind, int], list[int]] = {}
+        for number, (op, rank) in enumerate(zip(ops, self.wiring.rank)):
+            key = (rank, op[0], op[1])
+            if key not in found:
+                word = self._stream_word(op, rank, one_queue)
+                found[key] = compute[rank] if word == "compute" else others.setdefault((rank, word), [])
+            stream = found[key]
+            if stream is not compute[rank] and compute[rank]:
+                issued_after[number] = compute[rank][-1]
+            stream.append(number)
+        links: dict[tuple[int, ...], SharedLink] = {}
+        link_of = {}
+        for index, (rank, word) in enumerate(others, len(compute)):
+            link = self.costs.link_of(rank)
+            if word in _COPY_QUEUES and len(link.ranks) > 1 and link.shared_factor > 1:
+                link_of[index] = links.setdefault((*link.ranks, word), SharedLink(link.shared_factor))
+        return [*compute, *others.values()], link_of
+
+    def _stream_word(self, op: Op, rank: int, one_queue: bool) -> str:
+        if op.kind in SENDS or op.kind in RECVS:
+            if one_queue:
+                return "messages"
+            # Posting a receive takes no time and never waits.
+            return "compute" if op.kind in RECVS else stream_of(op, self.schedule.placement)
+        stream = stream_of(op, self.schedule.placement)
+        return "copies" if stream in _COPY_QUEUES and self.costs.link_of(rank).duplex == "half" else stream
+
+    def _latencies(self) -> dict[int, float]:
+        """Of each SEND with a RECV, the time that its message is under way."""
+        rank_of, comm = self.wiring.rank, self.costs.message_time
+        return {
+            send: comm(rank_of[send], rank_of[recv]) for send, recv in self.wiring.recv_of.items() if recv != MISSING
+        }
+
+    def _waits(self) -> list[tuple[tuple[int, float], ...]]:
+        """For each op, (the op that it waits for, how long after that op's end) of those that are not before it on its stream."""
+        waits, lowered = [], self.schedule.lowered
+        rank_of, send_of, recv_of = self.wiring.rank, self.wiring.send_of, self.wiring.recv_of
+        for number, found in enumerate(self.wiring.waits):
+            kind = self.wiring.ops[number][0]
+            if kind in COMMUNICATION:
+                issue = self.issued_after[number]
+                found = ((issue, 0.0),) if issue != MISSING else ()
+                waits.append(((recv_of[number], 0.0), *found) if kind in SENDS else found)
+            elif not found:
+                waits.append(())
+            elif lowered:
+                sends = [send_of.get(before, before) for before in found]
+                waits.append(tuple([(before, self.latency.get(before, 0.0)) for before in sends]))
+            else:
+                waits.append(tuple([(before, self._lag(rank_of[before], rank_of[number])) for before in found]))
+        return waits
+
+    def _lag(self, source: int, destination: int) -> float:
+        return 0.0 if source == destination else self.costs.message_time(source, destination)
+
+    def _durations(self) -> list[float]:
+        splits = self.schedule.num_sequence_splits
+        stages = range(self.schedule.placement.num_stages)
+        times = {kind: [self.costs.duration(Op(kind, stage, 0, 0), splits) for stage in stages] for kind in OpKind}
+        return [times[op[0]][op[1]] for op in self.wiring.ops]
+
+    def run(self) -> None:
+        """Run everything; StuckError when that is not possible."""
+        links = list(dict.fromkeys(self.link_of.values()))
+        while True:
+            while self.awake:
+                self._walk(self.awake.pop())
+            link = min(links, key=SharedLink.next_event, default=None)
+            if link is None or link.next_event() == float("inf"):
+                break
+            copied = link.advance()
+            if copied is not None:
+                stream, time = copied
+                self._ended(self.streams[stream][self.position[stream]], time)
+                self.clock[stream] = time
+                self.position[stream] += 1
+                self.awake.append(stream)
         self._check_finished()
-        slots = tuple(tuple(map(self._finished, rank_slots)) for rank_slots in self.slots)
-        return Timeline(schedule=self.schedule, costs=self.costs, slots=slots, order=self.order)
 
-    def _walk(self, rank: int) -> None:
-        program = self.schedule.ranks[rank]
-        while self.position[rank] < len(program):
-            op = program[self.position[rank]]
-            if op.kind in COMPUTE:
-                if not self._compute(rank, op):
+    def _walk(self, stream: int) -> None:
+        numbers, waits, end = self.streams[stream], self.waits, self.end
+        clock, link = self.clock[stream], self.link_of.get(stream)
+        for position in range(self.position[stream], len(numbers)):
+            number = numbers[position]
+            start = clock
+            for before, lag in waits[number]:
+                time = end[before]
+                if time is None:
+                    self._sleep(stream, position, clock, before)
                     return
-            elif op.kind in SENDS:
-                self._send(rank, op)
-            elif op.kind in RECVS:
-                self._receive(rank, op)
-            else:
-                raise ValueError(f"{op}: the simulator has no stream for this kind of op")
-            self.position[rank] += 1
-
-    def _compute(self, rank: int, op: Op) -> bool:
-        need = need_of(op, self.num_stages)
-        start = self.clock[rank]
-        if need is not None:
-            if need not in self.arrival:
-                self.sleepers[need] = rank
-                return False
-            start = max(start, self.arrival[need])
-        end = start + self.costs.duration(op)
-        self.clock[rank] = end
-        self.order[op] = len(self.order)
-        self.slots[rank].append(Slot(op, start, end, "compute"))
-        result = result_of(op, self.num_stages)
-        if result is not None:
-            self._made(result, end)
-        return True
-
-    def _made(self, message: Message, time: float) -> None:
-        source, destination = channel_of(message, self.schedule.placement)
-        if source == destination:
-            self._arrive(message, time)
-        elif not self.schedule.lowered:
-            self._arrive(message, time + self.costs.message_time(source, destination))
-
-    def _arrive(self, message: Message, time: float) -> None:
-        self.arrival[message] = time
-        sleeper = self.sleepers.pop(message, None)
-        if sleeper is not None:
-            self.awake.append(sleeper)
-
-    def _send(self, rank: int, op: Op) -> None:
-        message = message_of(op)
-        channel = channel_of(message, self.schedule.placement)
-        self.issued[message] = self.clock[rank]
-        self.slots[rank].append(Slot(op, self.clock[rank], self.clock[rank], f"send {channel[1]}"))
-        self._enqueue((rank, -1) if self.one_queue else channel, message, op.kind)
-
-    def _receive(self, rank: int, op: Op) -> None:
-        message = message_of(op)
-        source, _ = channel_of(message, self.schedule.placement)
-        self.slots[rank].append(Slot(op, self.clock[rank], self.clock[rank], f"recv {source}"))
-        if self.one_queue:
-            self.issued_receive[message] = self.clock[rank]
-            self._enqueue((rank, -1), message, op.kind)
-        else:
-            self._post(message, self.clock[rank])
-
-    def _enqueue(self, queue: Queue, message: Message, kind: OpKind) -> None:
-        self.queues[queue].append((message, kind))
-        self._drain(queue)
-
-    def _post(self, message: Message, time: float) -> None:
-        self.posted[message] = time
-        if message in self.waiting:
-            self._drain(self.waiting.pop(message))
-
-    def _drain(self, queue: Queue) -> None:
-        entries = self.queues[queue]
-        while self.heads[queue] < len(entries):
-            message, kind = entries[self.heads[queue]]
-            if kind in SENDS and message not in self.posted:
-                self.waiting[message] = queue
+                if time + lag > start:
+                    start = time + lag
+            self.start[number] = start
+            if link is not None:
+                link.add(stream, start, self.duration[number])
+                self.position[stream] = position
                 return
-            self.heads[queue] += 1
-            if kind in SENDS:
-                self._depart(message, queue)
-            else:
-                self.free[queue] = max(self.free[queue], self.issued_receive[message])
-                self._post(message, self.free[queue])
+            clock = start + self.duration[number]
+            self._ended(number, clock)
+        self.position[stream] = len(numbers)
 
-    def _depart(self, message: Message, queue: Queue) -> None:
-        departure = max(self.issued[message], self.posted[message], self.free[queue])
-        self.departure[message] = self.free[queue] = departure
-        channel = channel_of(message, self.schedule.placement)
-        self._arrive(message, departure + self.costs.message_time(*channel))
+    def _sleep(self, stream: int, position: int, clock: float, before: int) -> None:
+        self.position[stream], self.clock[stream] = position, clock
+        self.sleepers[before].append(stream)
 
-    def _finished(self, slot: Slot) -> Slot:
-        """Fill in the times of a message that were not known when its op was issued."""
-        if slot.op.kind in SENDS:
-            message = message_of(slot.op)
-            return slot._replace(start=self.departure[message], end=self.arrival[message])
-        if slot.op.kind in RECVS:
-            return slot._replace(end=self.arrival[message_of(slot.op)])
-        return slot
+    def _ended(self, number: int, time: float) -> None:
+        self.end[number] = time
+        self.order[number] = self.num_ended
+        self.num_ended += 1
+        if number in self.sleepers:
+            self.awake += self.sleepers.pop(number)
 
     def _check_finished(self) -> None:
-        blocked = {
-            rank: position for rank, position in enumerate(self.position) if position < len(self.schedule.ranks[rank])
-        }
-        # A message that nobody computes with can be left over though every rank has ended.
-        placement = self.schedule.placement
-        left = [(queue[self.heads[key]]) for key, queue in self.queues.items() if self.heads[key] < len(queue)]
-        ends = [message.send(placement) if kind in SENDS else message.recv(placement) for message, kind in left]
-        ends += [message.recv(placement) for message in self.posted.keys() - self.arrival.keys()]
-        for op in ends:
-            rank = placement.rank_of(op.stage)
-            blocked.setdefault(rank, self.schedule.ranks[rank].index(op))
+        rank_of, blocked = self.wiring.rank, {}
+        firsts = [0]
+        for ops in self.schedule.ranks:
+            firsts.append(firsts[-1] + len(ops))
+        heads = [numbers[at] for numbers, at in zip(self.streams, self.position) if at < len(numbers)]
+        # A receive of a message that nobody sends, or computes with, can be left over though every stream has ended.
+        heads += [recv for recv, send in self.wiring.send_of.items() if self.end[send] is None]
+        for number in heads:
+            blocked.setdefault(rank_of[number], number - firsts[rank_of[number]])
         if blocked:
             raise StuckError(blocked, self.schedule)
+
+    def timeline(self) -> Timeline:
+        slots, order = iter(self._slots()), iter(self.order)
+        return Timeline(
+            schedule=self.schedule,
+            costs=self.costs,
+            slots=tuple(tuple([next(slots) for _ in ops]) for ops in self.schedule.ranks),
+            order=tuple(tuple([next(order) for _ in ops]) for ops in self.schedule.ranks),
+        )
+
+    def _slots(self) -> list[Slot]:
+        slots, streams = [], {}
+        send_of, start, end = self.wiring.send_of, self.start, self.end
+        for number, op in enumerate(self.wiring.ops):
+            kind, stage = op[0], op[1]
+            if (kind, stage) not in streams:
+                streams[kind, stage] = stream_of(op, self.schedule.placement)
+            last = end[number]
+            if kind in COMMUNICATION:
+                send = send_of.get(number, number)
+                last = start[send] + self.latency[send]
+            slots.append(Slot(op, start[number], last, streams[kind, stage]))
+        return slots
+
+
+_COPY_QUEUES = frozenset({"copies", "D2H", "H2D"})

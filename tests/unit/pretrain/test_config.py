@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline_parallel.planning import builders
+from megatron.pipeline_parallel.planning.names import DESIGNED
 from megatron.pretrain.checks import divisors, listed, nearest_multiples
 from megatron.pretrain.config import (
     CheckpointConfig,
@@ -26,7 +27,7 @@ from megatron.pretrain.config import (
     warmup_iters,
 )
 from megatron.pretrain.errors import ConfigError
-from megatron.pretrain.fit import DESIGNED_SCHEDULES, check
+from megatron.pretrain.fit import TRAINED_SCHEDULES, check
 
 GROUPS = {
     "model": (
@@ -258,12 +259,12 @@ def test_a_group_refuses(changes: dict[str, object], expected: str) -> None:
         (
             dict(pipeline_schedule="zbv"),
             1,
-            "--pipeline-schedule zbv is not built yet: choose one of gpipe or 1f1b",
+            "--pipeline-schedule zbv is not built yet in this program: choose one of gpipe, 1f1b, zb-h1 or zb-h2",
         ),
         (
             dict(pipeline_schedule="1f2b"),
             1,
-            "--pipeline-schedule 1f2b is unknown (did you mean 1f1b?): choose one of gpipe or 1f1b",
+            "--pipeline-schedule 1f2b is unknown (did you mean 1f1b?): choose one of gpipe, 1f1b, zb-h1 or zb-h2",
         ),
     ],
 )
@@ -283,10 +284,16 @@ def test_every_size_named_in_a_refusal_works() -> None:
     check(make(seq_length=65, position_embedding_type="rope"), 1)
 
 
-def test_every_built_schedule_is_accepted() -> None:
-    assert set(builders.names()) <= set(DESIGNED_SCHEDULES)
-    for name in builders.names():
-        check(make(pipeline_schedule=name), 1)
+def test_only_schedules_that_the_program_runs_are_accepted() -> None:
+    assert set(builders.names()) <= set(DESIGNED)
+    for name in DESIGNED:
+        if name in TRAINED_SCHEDULES:
+            check(make(pipeline_schedule=name), 1)
+            place = builders.placement(name, builders.Problem(pp_size=4, num_microbatches=4))
+            assert place.chunks_per_rank == 1 and not builders.takes(name) & {"num_sequence_splits"}
+        else:
+            with pytest.raises(ConfigError, match=f"--pipeline-schedule {name} is not built yet in this program"):
+                check(make(pipeline_schedule=name), 1)
 
 
 def with_dataset(folder: Path, *suffixes: str) -> str:

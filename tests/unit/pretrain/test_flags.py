@@ -97,7 +97,10 @@ def test_a_list_takes_several_values_and_the_last_of_a_repeated_flag_counts() ->
         (["--lr", "-1"], "--lr is -1.0: it must be above 0 and finite"),
         (["--pipeline-model-parallel-size", "3"], "--pipeline-model-parallel-size 3 does not divide --num-layers 4"),
         (["--global-batch-size", "3"], "--global-batch-size 3 does not divide by --micro-batch-size 2"),
-        (["--pipeline-schedule", "dualpipe-v"], "--pipeline-schedule dualpipe-v is not built yet: choose one of "),
+        (
+            ["--pipeline-schedule", "dualpipe-v"],
+            "--pipeline-schedule dualpipe-v is not built yet in this program: choose one of ",
+        ),
         (["--load", "no/such/folder"], "--load no/such/folder does not exist"),
         (["--data-path", "a"], "--data-path a and --mock-data exclude each other: give one of them"),
     ],

@@ -9,7 +9,7 @@ Messages, validation, simulation and the runtime follow from the order.
 """
 
 # Importing a family registers its schedules.
-from megatron.pipeline_parallel.planning.builders import straight  # noqa: F401
+from megatron.pipeline_parallel.planning.builders import fitted, looped, straight, v_shape  # noqa: F401
 from megatron.pipeline_parallel.planning.builders.registry import (
     Builder,
     Orders,
@@ -18,6 +18,8 @@ from megatron.pipeline_parallel.planning.builders.registry import (
     names,
     placement,
     schedule,
+    summary,
+    takes,
 )
 
-__all__ = ["Builder", "Orders", "Problem", "build", "names", "placement", "schedule"]
+__all__ = ["Builder", "Orders", "Problem", "build", "names", "placement", "schedule", "summary", "takes"]

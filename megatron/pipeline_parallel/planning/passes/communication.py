@@ -8,7 +8,7 @@ from megatron.pipeline_parallel.planning.op import Op, OpKind, Schedule
 from megatron.pipeline_parallel.planning.simulate import Slot, simulate
 
 Key = tuple[float, int]
-"""(end, number) of a compute op: sorting by it gives one order of all ranks' ops in which everything can run."""
+"""(end, number) of an op on the compute stream: sorting by it gives one order of all ranks' ops in which everything can run."""
 
 
 def add_communication(schedule: Schedule, costs: CostModel) -> Schedule:
@@ -24,7 +24,7 @@ def add_communication(schedule: Schedule, costs: CostModel) -> Schedule:
     if schedule.lowered:
         raise ValueError(f"schedule {schedule.name!r} has its messages already")
     timeline = simulate(schedule, costs)
-    keys: list[list[Key]] = [[(slot.end, timeline.order[slot.op]) for slot in slots] for slots in timeline.slots]
+    keys = [_keys(slots, numbers) for slots, numbers in zip(timeline.slots, timeline.order)]
     made = _made_when(schedule, timeline.slots, keys)
     programs = []
     for rank, ops in enumerate(schedule.ranks):
@@ -50,6 +50,16 @@ def _remote(message: Message | None, schedule: Schedule) -> Message | None:
     if message is None or schedule.placement.is_local(message.source, message.destination):
         return None
     return message
+
+
+def _keys(slots: tuple[Slot, ...], numbers: tuple[int, ...]) -> list[Key]:
+    """The key of each op of a rank; an op that starts a copy is passed as soon as the compute stream gets to it."""
+    keys, last = [], (0.0, -1)
+    for slot, number in zip(slots, numbers):
+        if slot.stream == "compute":
+            last = (slot.end, number)
+        keys.append(last)
+    return keys
 
 
 def _made_when(schedule: Schedule, slots: tuple[tuple[Slot, ...], ...], keys: list[list[Key]]) -> dict[Message, Key]:
