@@ -97,9 +97,9 @@ def _add_planning_flags(parser: argparse.ArgumentParser, *, names_one: bool) -> 
                        help="chunks a rank (default: what the schedule has by nature)")  # fmt: skip
     sizes.add_argument("--num-microbatches", type=_count, required=True, metavar="M", help="microbatches")
     sizes.add_argument("--num-seq-splits", dest="num_sequence_splits", type=_count, metavar="S",
-                       help="sequence splits a microbatch (default: 1)")  # fmt: skip
+                       help="sequence splits a microbatch (default: 2 in seq-1f1b, else none)")  # fmt: skip
     sizes.add_argument("--interleave-group-size", dest="group_size", type=_count, metavar="G",
-                       help="microbatches that go through a chunk before the next chunk's turn")  # fmt: skip
+                       help="microbatches that go through a chunk before the next chunk's turn (default in gis-h: ceil(P/2))")  # fmt: skip
     sizes.add_argument("--placement", metavar="loop|v|FILE",
                        help="where stages lie; FILE is a JSON list of [rank, chunk], one a stage (default: the schedule's own)")  # fmt: skip
     costs = parser.add_argument_group(

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,10 +90,13 @@ def run_check(args: argparse.Namespace) -> None:
         schedule, costs, claimed = read_file(content)
     except ValueError as error:
         raise ConfigError(f"{args.file}: {error}") from None
+    has_costs = costs is not None
     costs = costs or CostModel.uniform(schedule.placement)
     validate(schedule, costs)
     timeline = simulate(schedule, costs)
     differences = summary_differences(claimed or {}, timeline)
+    if not has_costs:
+        write("A schedule as text has no costs: times and memory are those of equal stages, messages take no time.\n\n")
     write(f"{head_text(timeline)}\n\n{summary_text(timeline, plan_bounds(timeline))}\n")
     if differences:
         raise ConfigError(f"{args.file}: {'; '.join(differences)}: export it again, or mend its order or costs")
@@ -103,7 +107,7 @@ def run_compare(args: argparse.Namespace) -> None:
     request = make_request(args)
     comparison = compare(builders.names(), request)
     if comparison.fitting:
-        write(comparison_text(comparison, request.in_bytes) + "\n")
+        write(comparison_text(comparison, request) + "\n")
     elif comparison.needed is not None:
         raise ConfigError(f"no schedule fits --activation-memory-limit: {comparison.needed.text(request.in_bytes)}")
     else:
@@ -190,7 +194,9 @@ def run(argv: Sequence[str]) -> None:
     except ScheduleError as error:
         text, _, grid = str(error).partition("\n")
         write(f"{grid}\n" if grid else "")
-        raise ConfigError(text) from None
+        raise ConfigError(f"{args.file}: {text}" if args.command == "check" else text) from None
+    except ValueError as error:
+        raise ConfigError(str(error) if args.command == "check" else _with_flags(str(error))) from None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -203,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
         _drop_stdout()
         return _fail(f"the output can't be written ({_reason(error)})")
     except ValueError as error:
-        return _fail(_with_flags(str(error)))
+        return _fail(str(error))
     except MemoryError:
         return _fail("out of memory: lower --num-microbatches or --pipeline-model-parallel-size")
     except KeyboardInterrupt:
@@ -218,22 +224,18 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-_FLAGS_OF_WORDS = {
-    "chunk": "--num-virtual-stages-per-pipeline-rank",
+_FLAGS_OF_TEXTS = {
+    r"chunks? a rank, got|is for \d+ ranks of": "--num-virtual-stages-per-pipeline-rank",
     "num_sequence_splits": "--num-seq-splits",
-    "group_size": "--interleave-group-size",
-    "placement": "--placement",
-    "microbatch": "--num-microbatches",
-    "limit": "--activation-memory-limit",
+    "group_size|group size": "--interleave-group-size",
+    "got placement|^placement ": "--placement",
 }
 
 
 def _with_flags(text: str) -> str:
-    """A message of the planner's, which knows no flags, with the flags that it is about."""
-    if "--" in text:
-        return text
-    flags = [flag for word, flag in _FLAGS_OF_WORDS.items() if word in text]
-    return f"{text} (see {listed(flags)})" if flags else text
+    """What the planner, which knows no flags, says of values that flags gave, with those flags."""
+    flags = [flag for pattern, flag in _FLAGS_OF_TEXTS.items() if re.search(pattern, text)]
+    return f"{text} (see {listed(flags)})" if flags and "--" not in text else text
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from megatron.pipeline_parallel.planning import builders
 from megatron.pipeline_parallel.planning.quantities import memory_text
-from megatron.pipeline_parallel.planning.report import table_text
+from megatron.pipeline_parallel.planning.report import asked_text, table_text
 from megatron.pipeline_parallel.planning.request import LimitError, Needed, Request, make_timeline, plan_bounds
 from megatron.pipeline_parallel.planning.timeline import Timeline
+from megatron.pipeline_parallel.planning.validate import ScheduleError
 
 HEADER = ("schedule", "v", "bubble rate", "span bubble rate", "makespan", "peak", "peak memory", "messages", "bound")
 
@@ -37,6 +38,9 @@ def compare(names: Iterable[str], request: Request) -> Comparison:
     for name in names:
         try:
             fitting.append((name, make_timeline(name, _meant_for(name, request))))
+        except ScheduleError:
+            # A builder's own fault, not one of what was asked.
+            raise
         except ValueError as error:
             left_out.append((name, str(error).splitlines()[0]))
             needed += [error.needed] if isinstance(error, LimitError) else []
@@ -47,14 +51,27 @@ def compare(names: Iterable[str], request: Request) -> Comparison:
     )
 
 
-def comparison_text(comparison: Comparison, in_bytes: bool = False) -> str:
-    """The table, what its columns mean, and what is left out."""
-    lines = [table_text(HEADER, [_row(name, timeline, in_bytes) for name, timeline in comparison.fitting])]
-    limited = any(timeline.costs.device_limit for _, timeline in comparison.fitting)
-    lines += ["", _LEGEND + ("within the limit" if limited else "at the schedule's own peak memory")]
+def comparison_text(comparison: Comparison, request: Request) -> str:
+    """What was asked, the table, what its columns mean, what holds for some schedules only, and what is left out."""
+    in_bytes = request.in_bytes
+    first = comparison.fitting[0][1]
+    lines = [asked_text(first, in_bytes), ""]
+    lines += [table_text(HEADER, [_row(name, timeline, in_bytes) for name, timeline in comparison.fitting])]
+    lines += ["", _LEGEND + ("within the limit" if first.costs.device_limit else "at the schedule's own peak memory")]
+    for field, flag in _FOR_SOME.items():
+        if getattr(request, field) is not None:
+            takers = [name for name, _ in comparison.fitting if field in builders.takes(name)]
+            lines.append(f"{flag} holds for {', '.join(takers) or 'none of these'}; the others have none or their own")
     if comparison.left_out:
         lines += ["", "left out:"] + [f"  {name}: {reason}" for name, reason in comparison.left_out]
     return "\n".join(lines)
+
+
+_FOR_SOME = {
+    "placement": "--placement",
+    "num_sequence_splits": "--num-seq-splits",
+    "group_size": "--interleave-group-size",
+}
 
 
 def _meant_for(name: str, request: Request) -> Request:

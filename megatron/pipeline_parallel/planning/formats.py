@@ -203,7 +203,7 @@ def _from_json(text: str) -> ScheduleFile:
     data = _load(text)
     if data.get("format") != FORMAT:
         raise ValueError(f"key 'format' is {_shown(data.get('format'))}, needs {FORMAT!r}")
-    if _get(data, "version") != VERSION:
+    if type(_get(data, "version")) is not int or data["version"] != VERSION:
         raise ValueError(f"key 'version' is {_shown(data['version'])}: this program reads version {VERSION}")
     placement = _placement_in(data)
     sizes = {name: _whole(_get(data, name), name, 1) for name in ("microbatches", "sequence_splits")}

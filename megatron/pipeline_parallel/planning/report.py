@@ -23,11 +23,27 @@ def head_text(timeline: Timeline, in_bytes: bool = False) -> str:
         ("schedule", schedule.name),
         ("sizes", f"{sizes}, placement {placement.name}"),
         ("times a stage", f"F {_each(costs.f)}, B {_each(costs.b)}, W {_each(costs.w)}, message {_comm(costs)}"),
-        ("memory a stage", _memory(costs, in_bytes)),
+        ("memory a stage", _memory(costs.memory_b, costs.memory_w, in_bytes)),
     ]
     for word, limit in (("limit", costs.device_limit), ("host memory limit", costs.host_limit)):
         if limit is not None:
             rows.append((word, _limit(limit, costs, placement, schedule.num_microbatches, in_bytes)))
+    return _aligned(rows)
+
+
+def asked_text(timeline: Timeline, in_bytes: bool = False) -> str:
+    """What all schedules of a comparison are for, whatever their chunks: times and memory are through a whole rank."""
+    schedule, costs, placement = timeline.schedule, timeline.costs, timeline.schedule.placement
+
+    def whole(values: Sequence[float]) -> tuple[float, ...]:
+        ranks = range(placement.pp_size)
+        return tuple(sum(values[stage] for stage in placement.stages_of(rank)) for rank in ranks)
+
+    times = f"F {_each(whole(costs.f))}, B {_each(whole(costs.b))}, W {_each(whole(costs.w))}, message {_comm(costs)}"
+    rows = [("sizes", f"p = {placement.pp_size}, m = {schedule.num_microbatches}"), ("times a rank", times)]
+    rows.append(("memory a rank", _memory(whole(costs.memory_b), whole(costs.memory_w), in_bytes)))
+    if costs.device_limit is not None:
+        rows.append(("limit", _limit(costs.device_limit, costs, placement, schedule.num_microbatches, in_bytes)))
     return _aligned(rows)
 
 
@@ -102,13 +118,13 @@ def _comm(costs: CostModel) -> str:
     return "(" + "; ".join(map(_numbers, costs.comm)) + ")"
 
 
-def _memory(costs: CostModel, in_bytes: bool) -> str:
+def _memory(memory_b: Sequence[float], memory_w: Sequence[float], in_bytes: bool) -> str:
     def each(values: Sequence[float]) -> str:
         texts = [memory_text(value, in_bytes) for value in values]
         return texts[0] if len(set(texts)) == 1 else f"({', '.join(texts)})"
 
-    ratios = [w / b if b else float("inf") if w else 0.0 for w, b in zip(costs.memory_w, costs.memory_b)]
-    return f"M_B {each(costs.memory_b)}, M_W {each(costs.memory_w)}, M_W/M_B {_each(ratios)}"
+    ratios = [w / b if b else float("inf") if w else 0.0 for w, b in zip(memory_w, memory_b)]
+    return f"M_B {each(memory_b)}, M_W {each(memory_w)}, M_W/M_B {_each(ratios)}"
 
 
 def _limit(limit: Sequence[float], costs: CostModel, placement: Placement, m: int, in_bytes: bool) -> str:
@@ -117,7 +133,9 @@ def _limit(limit: Sequence[float], costs: CostModel, placement: Placement, m: in
     counts = [value / one if one else float("inf") for value, one in zip(limit, microbatch_memory(costs, placement))]
     memory = [memory_text(value, in_bytes) for value in limit]
     memory_a_rank = memory[0] if len(set(memory)) == 1 else f"({', '.join(memory)})"
-    return f"{memory_a_rank} a rank = {_each(counts)} microbatches = {_each(shares)} of what 1F1B holds"
+    if any(share == float("inf") for share in shares):
+        return f"{memory_a_rank} a rank"
+    return f"{memory_a_rank} a rank = {_each(counts)} microbatches of M_B = {_each(shares)} of what 1F1B holds"
 
 
 def _messages(timeline: Timeline, in_bytes: bool) -> str:

@@ -6,7 +6,7 @@ Messages name the flags, as the values come from them.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.planning.bounds import Bound, lower_bound
+from megatron.pipeline_parallel.planning.bounds import ANY_SCHEDULE, Bound, lower_bound
 from megatron.pipeline_parallel.planning.builders import Problem, build
 from megatron.pipeline_parallel.planning.builders import placement as placement_of
 from megatron.pipeline_parallel.planning.costs import CostModel
@@ -143,7 +143,12 @@ def make_timeline(name: str, request: Request) -> Timeline:
         timeline = simulate(schedule, costs)
         peaks = tuple(timeline.peak_memory(rank) for rank in range(request.pp_size))
         raise _limit_error(name, peaks, costs, placement, request) from None
-    return simulate(schedule, costs)
+    timeline = simulate(schedule, costs)
+    if not timeline.makespan < float("inf"):
+        raise ValueError(
+            "the makespan is beyond what a number can hold: give --time-f, --time-b, --time-w, --time-comm smaller"
+        )
+    return timeline
 
 
 def make_costs(request: Request, placement: Placement) -> CostModel:
@@ -222,8 +227,7 @@ def plan_bounds(timeline: Timeline) -> list[PlanBound]:
     return found
 
 
-ANY = "any schedule"
-"""What the bound on every schedule says that it holds for."""
+ANY = ANY_SCHEDULE
 
 _MOVES_MEMORY = frozenset({OpKind.R, OpKind.OFFLOAD_SEND_START})
 

@@ -104,10 +104,10 @@ def test_message_times_may_be_a_matrix(prints):
 
 def test_a_limit_is_printed_as_memory_and_in_microbatches(prints):
     out = prints("show", "--schedule", "1f1b", *SIZES, "--activation-memory-limit", "1.5", "--memory-b", "2")
-    assert figures(out)["limit"] == "12 a rank = 6 microbatches = 1.5 of what 1F1B holds"
+    assert figures(out)["limit"] == "12 a rank = 6 microbatches of M_B = 1.5 of what 1F1B holds"
     memory = ["--memory-b", "1.5GiB", "--memory-w", "1GiB", "--memory-message", "16MiB"]
     out = prints("show", "--schedule", "1f1b", *SIZES, *memory, "--activation-memory-limit", "9GiB")
-    assert figures(out)["limit"] == "9 GiB a rank = 6 microbatches = 1.5 of what 1F1B holds"
+    assert figures(out)["limit"] == "9 GiB a rank = 6 microbatches of M_B = 1.5 of what 1F1B holds"
     assert figures(out)["peak memory"] == "6 GiB 4.5 GiB 3 GiB 1.5 GiB, a rank"
     assert figures(out)["messages"] == "48, together 768 MiB"
 
@@ -141,7 +141,8 @@ def test_a_builder_that_finds_no_order_within_the_limit_names_the_smallest_in_th
 
 def test_compare_lists_what_fits_by_makespan_and_says_why_others_do_not(prints):
     out = prints("compare", *SIZES, "--activation-memory-limit", "1")
-    table, legend, left_out = out.strip().split("\n\n")
+    asked, table, legend, left_out = out.strip().split("\n\n")
+    assert "p = 4, m = 8" in asked and "M_W/M_B 1" in asked and "4 microbatches of M_B = 1 of what 1F1B holds" in asked
     names = [line.split()[0] for line in table.splitlines()[1:]]
     assert {"1f1b", "zb-h1"} <= set(names) and "gpipe" not in names
     assert names.index("zb-h1") < names.index("1f1b")
@@ -153,10 +154,40 @@ def test_compare_lists_what_fits_by_makespan_and_says_why_others_do_not(prints):
 
 def test_compare_holds_every_built_schedule_once(prints):
     out = prints("compare", *SIZES)
-    table, *others = out.strip().split("\n\n")
+    _, table, *others = out.strip().split("\n\n")
     named = [line.split()[0] for line in table.splitlines()[1:]]
     named += re.findall(r"^  (\S+): ", "\n".join(others), re.MULTILINE)
     assert sorted(named) == sorted(builders.names())
+
+
+def test_compare_says_which_flags_hold_for_some_only(prints, tmp_path):
+    file = tmp_path / "placement.json"
+    file.write_text("[[0, 0], [1, 0], [0, 1], [1, 1]]")
+    sizes = ("--pipeline-model-parallel-size", "2", "--num-microbatches", "3")
+    out = prints("compare", *sizes, "--placement", str(file), "--num-seq-splits", "3", "--interleave-group-size", "2")
+    assert "--placement holds for zb-auto, gpipe;" in out or "--placement holds for gpipe, zb-auto;" in out
+    assert "--num-seq-splits holds for seq-1f1b;" in out and "--interleave-group-size holds for gis-h;" in out
+
+
+def test_errors_of_a_file_name_the_file_and_no_planning_flag(run, tmp_path):
+    """A truncated file was once blamed on the memory limit: its error spoke of a delimiter."""
+    file = tmp_path / "schedule.json"
+    for text in ('{"format": "megatron-pipeline-schedule" ', "schedule x\nplacement loop 0,0\nmicrobatches 0\n"):
+        file.write_text(text)
+        status, _, err = run("check", str(file))
+        assert status == 2 and str(file) in err and "--" not in err, err
+
+
+def test_text_without_costs_says_so(prints, tmp_path):
+    file = tmp_path / "schedule.txt"
+    prints("export", "--schedule", "1f1b", *SIZES, "--time-f", "5", "--format", "text", "--output", str(file))
+    assert "A schedule as text has no costs" in prints("check", str(file))
+
+
+def test_times_beyond_any_number_are_refused(run):
+    for command in (["show"], ["export", "--format", "json"]):
+        status, out, err = run(*command, "--schedule", "1f1b", *SIZES, "--time-f", "1e308", "--time-b", "1e308")
+        assert (status, out) == (2, "") and "give --time-f" in err
 
 
 def test_compare_shows_the_figures_that_show_prints(prints):

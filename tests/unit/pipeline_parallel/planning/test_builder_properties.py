@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from random_schedules import random_placement
@@ -156,6 +157,30 @@ def test_random_problems(name):
         assert any(rows[field] in reason for reason in counts), (field, counts)
     if has_own_rule(name, registry.one_chunk) or has_own_rule(name, registry.two_chunks_v):
         assert any("a rank, got" in reason for reason in counts), counts
+
+
+def readme_table(header):
+    """Rows of the table of README.md that begins with `header`, as lists of cells."""
+    lines = (Path(__file__).parents[4] / "README.md").read_text().splitlines()
+    rows = lines[lines.index(header) + 2 :]
+    end = next(number for number, line in enumerate(rows) if not line.startswith("|"))
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[:end]]
+
+
+def test_the_readme_lists_every_schedule_and_every_refusal():
+    assert [
+        row[0].strip("`") for row in readme_table("| schedule | what it is | peak, in microbatches | source |")
+    ] == names()
+    refused = {row[0]: row[1] for row in readme_table("| refused | by | why |")}
+    assert len(refused) == len(REFUSALS)
+    for what, rule in (("other than 1", registry.one_chunk), ("other than 2", registry.two_chunks_v)):
+        assert refused[f"chunks a rank {what}"] == " ".join(f"`{name}`" for name in names() if has_own_rule(name, rule))
+    for what, field in (
+        ("sequence splits", "num_sequence_splits"),
+        ("a group size", "group_size"),
+        ("a placement", "placement"),
+    ):
+        assert refused[what] == "all but " + " and ".join(f"`{name}`" for name in names() if field in takes(name))
 
 
 @pytest.mark.full
