@@ -115,7 +115,12 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", help="rows whose published name starts so")
     args = parser.parse_args()
-    rows = [row for row in read(args.file) if args.only is None or row.schedule.startswith(args.only)]
+    try:
+        rows = [row for row in read(args.file) if args.only is None or row.schedule.startswith(args.only)]
+    except (OSError, KeyError, ValueError) as error:
+        parser.error(f"{args.file} holds no published schedules ({error!r}): give a file such as the one in tests/data")
+    if not rows:
+        parser.error(f"--only {args.only}: no row of {args.file} begins so")
     short = []
     better = 0
     total = 0

@@ -66,7 +66,9 @@ def lower_bound(
     if held is None or offloads:
         return best
     for rank in ranks:
-        value = max(_idle(stages, rank, held[rank]), _area(stages, rank, held[rank]))
+        # What counts as within the limit elsewhere counts here, too.
+        most = held[rank] * (1 + 2 * SLACK)
+        value = max(_idle(stages, rank, most), _area(stages, rank, most))
         if value > best.value * (1 + SLACK):
             holds_for = f"any schedule without offload or recompute that holds at most {held[rank]:.6g} on rank {rank}"
             best = Bound(value, holds_for)

@@ -233,6 +233,7 @@ class Greedy:
     ) -> "Greedy":
         """Go on by `rules`, up to the first op that would start at `until` or later; returns itself.
 
+        One long loop on purpose, with everything in local names: a search runs it some hundred thousand times a second.
         Gives up for good, not complete, as soon as a rank cannot end by `at_most`.
 
         With `fixed`, each rank runs those ops in that order, leaving out those that have run; a W goes earlier where it fits into

@@ -7,14 +7,15 @@ from megatron.pipeline_parallel.planning.passes.communication import add_communi
 from megatron.pipeline_parallel.planning.validate import validate
 
 
-def make_plan(name: str, problem: Problem, *, costs: CostModel | None = None, evaluates: bool = False) -> Schedule:
-    """A validated program with messages, placed by the times in `costs` (equal ones without).
+def make_plan(name: str, problem: Problem, *, evaluates: bool = False) -> Schedule:
+    """A validated program with messages, placed by the times in `problem.costs` (equal ones without) and within its limits.
 
-    With `evaluates`, of the schedule's forwards alone. ValueError on a name or sizes that cannot be scheduled.
+    With `evaluates`, of the schedule's forwards alone. ValueError on a name, sizes or limits that cannot be scheduled.
     """
     schedule = build(name, problem)
     if evaluates:
         schedule = forward_only(schedule)
-    program = add_communication(schedule, costs or CostModel.uniform(schedule.placement))
-    validate(program)
+    costs = problem.costs or CostModel.uniform(schedule.placement)
+    program = add_communication(schedule, costs)
+    validate(program, costs)
     return program

@@ -106,12 +106,6 @@ def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Op]]:
             yield rank, position, op
 
 
-def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Op]]:
-    for rank, ops in enumerate(schedule.ranks):
-        for position, op in enumerate(ops):
-            yield rank, position, op
-
-
 def _places(schedule: Schedule) -> Iterator[Fault]:
     places, num_stages = schedule.placement.stages, schedule.placement.num_stages
     num_microbatches, num_splits = schedule.num_microbatches, schedule.num_sequence_splits

@@ -32,8 +32,8 @@ class Problem:
     def __post_init__(self) -> None:
         for name in ("pp_size", "num_microbatches", "chunks_per_rank", "num_sequence_splits", "group_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} = {value}: needs at least 1")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} = {value}: needs a whole number of at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
