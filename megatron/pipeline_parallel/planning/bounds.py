@@ -108,7 +108,7 @@ class _Stages:
         for stage in range(place.num_stages - 1):
             source, destination = place.rank_of(stage), place.rank_of(stage + 1)
             ends = (source, destination) if step == 1 else (destination, source)
-            times.append(0.0 if source == destination else costs.message_time(*ends))
+            times.append(costs.message_time(*ends))
         return times
 
     def _f_starts(self) -> list[float]:

@@ -137,7 +137,9 @@ class CostModel:
             raise ValueError(f"costs: a link names rank {beyond[0]}, the schedule has ranks 0..{placement.pp_size - 1}")
 
     def message_time(self, source: int, destination: int) -> float:
-        """Latency of one message from rank to rank."""
+        """Latency of one message from rank to rank; none within a rank, where stages hand over locally."""
+        if source == destination:
+            return 0.0
         return self.comm if isinstance(self.comm, (int, float)) else self.comm[source][destination]
 
     def link_of(self, rank: int) -> Link:

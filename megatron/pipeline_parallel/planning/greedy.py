@@ -75,8 +75,8 @@ def make_task(placement: Placement, num_microbatches: int, costs: CostModel, *, 
     n = placement.num_stages
     rank = tuple(placement.rank_of(stage) for stage in range(n))
     stages_of = tuple(tuple(sorted(placement.stages_of(i))) for i in range(placement.pp_size))
-    forward = tuple(_latency(placement, costs, s, s + 1) if s + 1 < n else 0.0 for s in range(n))
-    backward = tuple(_latency(placement, costs, s, s - 1) if s else 0.0 for s in range(n))
+    forward = tuple(costs.message_time(rank[s], rank[s + 1]) if s + 1 < n else 0.0 for s in range(n))
+    backward = tuple(costs.message_time(rank[s], rank[s - 1]) if s else 0.0 for s in range(n))
     reached = list(accumulate(costs.f[s] + forward[s] for s in range(n)))
     turned = [0.0] * n
     turned[-1] = reached[-1]
@@ -107,12 +107,6 @@ class MemoryLimitError(ValueError):
         super().__init__(
             f"a memory limit of {given:g} on rank {rank} is less than one microbatch needs there, {smallest[rank]:g}"
         )
-
-
-def _latency(placement: Placement, costs: CostModel, source: int, destination: int) -> float:
-    if placement.is_local(source, destination):
-        return 0.0
-    return costs.message_time(placement.rank_of(source), placement.rank_of(destination))
 
 
 def _fill_room(

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from megatron.pipeline_parallel.planning.bounds import ANY_SCHEDULE
 from megatron.pipeline_parallel.planning.costs import CostModel
 from megatron.pipeline_parallel.planning.op import Placement
 from megatron.pipeline_parallel.planning.quantities import memory_text
-from megatron.pipeline_parallel.planning.request import ANY, PlanBound, held_by_1f1b, microbatch_memory
+from megatron.pipeline_parallel.planning.request import PlanBound, held_by_1f1b, microbatch_memory
 from megatron.pipeline_parallel.planning.timeline import Timeline
 
 _WIDTH = 26
@@ -67,7 +68,7 @@ def summary_text(timeline: Timeline, bounds: Sequence[PlanBound], in_bytes: bool
         rows.append(("peak host memory", f"{' '.join(host)}, a rank"))
     for bound, among in bounds:
         ratio = f"; this makespan is {timeline.makespan / bound.value:.4f} of it" if bound.value else ""
-        rows.append(("lower bound", f"{bound.value:.6g} {'for ' if among == ANY else ''}{among}{ratio}"))
+        rows.append(("lower bound", f"{bound.value:.6g} {'for ' if among == ANY_SCHEDULE else ''}{among}{ratio}"))
     return _aligned(rows)
 
 

@@ -223,11 +223,9 @@ def plan_bounds(timeline: Timeline) -> list[PlanBound]:
             num_sequence_splits=schedule.num_sequence_splits,
         )
         if not found or bound.value > found[-1].bound.value:
-            found.append(PlanBound(bound, among if bound.holds_for != ANY else ANY))
+            found.append(PlanBound(bound, among if bound.holds_for != ANY_SCHEDULE else ANY_SCHEDULE))
     return found
 
-
-ANY = ANY_SCHEDULE
 
 _MOVES_MEMORY = frozenset({OpKind.R, OpKind.OFFLOAD_SEND_START})
 

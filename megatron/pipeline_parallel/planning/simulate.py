@@ -121,6 +121,7 @@ class _Simulation:
         """For each op, (the op that it waits for, how long after that op's end) of those that are not before it on its stream."""
         waits, lowered = [], self.schedule.lowered
         rank_of, send_of, recv_of = self.wiring.rank, self.wiring.send_of, self.wiring.recv_of
+        lag = self.costs.message_time
         for number, found in enumerate(self.wiring.waits):
             kind = self.wiring.ops[number][0]
             if kind in COMMUNICATION:
@@ -133,11 +134,8 @@ class _Simulation:
                 sends = [send_of.get(before, before) for before in found]
                 waits.append(tuple([(before, self.latency.get(before, 0.0)) for before in sends]))
             else:
-                waits.append(tuple([(before, self._lag(rank_of[before], rank_of[number])) for before in found]))
+                waits.append(tuple([(before, lag(rank_of[before], rank_of[number])) for before in found]))
         return waits
-
-    def _lag(self, source: int, destination: int) -> float:
-        return 0.0 if source == destination else self.costs.message_time(source, destination)
 
     def _durations(self) -> list[float]:
         splits = self.schedule.num_sequence_splits

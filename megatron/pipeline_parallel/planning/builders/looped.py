@@ -8,7 +8,7 @@ F = B = W; a BW takes two columns, a and b are the chunks.
 
 from math import ceil
 
-from megatron.pipeline_parallel.planning.builders.registry import Orders, Problem, chunks, schedule
+from megatron.pipeline_parallel.planning.builders.registry import Orders, Problem, chunks, in_turn, schedule
 from megatron.pipeline_parallel.planning.op import Op, OpKind
 
 
@@ -49,10 +49,7 @@ def interleaved_1f1b(problem: Problem) -> Orders:
         forwards, backwards = _in_groups(problem, rank, p)
         backwards = [op._replace(kind=OpKind.BW) for op in backwards]
         warmup = (p - rank - 1) * (2 if v > 1 else 1) + (v - 1) * p
-        warmup = min(warmup, len(forwards))
-        steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
-        order = forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
-        orders.append(_that_exist(order, problem))
+        orders.append(_that_exist(in_turn(forwards, backwards, warmup), problem))
     return orders
 
 

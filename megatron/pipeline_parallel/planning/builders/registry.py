@@ -67,6 +67,13 @@ def chunks(default: int) -> Callable[[Problem], Placement]:
     return lambda problem: Placement.loop(problem.pp_size, problem.chunks_per_rank or default)
 
 
+def in_turn(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
+    """1F1B's order of one rank: `warmup` forwards (all, where there are no more), an F and a backward in turn, the other backwards."""
+    warmup = min(warmup, len(forwards))
+    steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
+    return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
+
+
 _BUILDERS: dict[str, Builder] = {}
 
 

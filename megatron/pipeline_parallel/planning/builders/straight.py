@@ -3,7 +3,7 @@
 p ranks, m microbatches, rank i from 0. The figures show p=4, m=8 with F = B = W; a BW takes two columns.
 """
 
-from megatron.pipeline_parallel.planning.builders.registry import Orders, Problem, chunks, schedule
+from megatron.pipeline_parallel.planning.builders.registry import Orders, Problem, chunks, in_turn, schedule
 from megatron.pipeline_parallel.planning.op import Op, OpKind
 
 
@@ -13,7 +13,7 @@ class _RankOrder:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.ops: list[Op] = []
-        self.count = {kind: 0 for kind in (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)}
+        self.count = {kind: 0 for kind in (OpKind.F, OpKind.B, OpKind.W)}
 
     def add(self, kind: OpKind, times: int = 1) -> None:
         for _ in range(times):
@@ -56,14 +56,8 @@ def one_f_one_b(problem: Problem) -> Orders:
     p, m = problem.pp_size, problem.num_microbatches
     orders = []
     for rank in range(p):
-        warmup = min(p - rank - 1, m)
-        order = _RankOrder(rank)
-        order.add(OpKind.F, warmup)
-        for _ in range(m - warmup):
-            order.add(OpKind.F)
-            order.add(OpKind.BW)
-        order.add(OpKind.BW, warmup)
-        orders.append(order.ops)
+        forwards, backwards = ([Op(kind, rank, 0, k) for k in range(m)] for kind in (OpKind.F, OpKind.BW))
+        orders.append(in_turn(forwards, backwards, p - rank - 1))
     return orders
 
 
@@ -134,7 +128,5 @@ def seq_1f1b(problem: Problem) -> Orders:
     for rank in range(p):
         f_ops = [Op(OpKind.F, rank, 0, *unit) for unit in forwards]
         b_ops = [Op(OpKind.BW, rank, 0, *unit) for unit in backwards]
-        warmup = min(p - rank - 1 + s - 1, m * s)
-        steady = [op for pair in zip(f_ops[warmup:], b_ops) for op in pair]
-        orders.append(f_ops[:warmup] + steady + b_ops[m * s - warmup :])
+        orders.append(in_turn(f_ops, b_ops, p - rank - 1 + s - 1))
     return orders
